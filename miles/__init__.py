@@ -1,0 +1,1 @@
+"""miles: fully asynchronous reinforcement-learning post-training of language models."""
