@@ -129,9 +129,7 @@ def make_scheduler(
     max_prefill_tokens: int = 8192,
     context_length: int | None = None,
 ) -> Scheduler:
-    model = load_model(
-        str(directory), dtype=torch.float32, device=torch.device("cpu"), context_length=context_length
-    )
+    model = load_model(str(directory), dtype=torch.float32, device=torch.device("cpu"), context_length=context_length)
     return scheduler_of(
         model,
         max_running_requests=max_running_requests,
