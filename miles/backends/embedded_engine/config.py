@@ -31,8 +31,9 @@ class EngineConfig:
     context_length: int | None = None
     """Prompt plus output, in tokens; None = the model's max_position_embeddings."""
     weight_version: str = "default"
-    random_seed: int = 0
-    """Seeds the requests that bring no sampling_seed of their own."""
+    random_seed: int | None = None
+    """Seeds the requests that bring no sampling_seed of their own, in order of arrival; None = another one each start.
+    Engines that serve the same prompts need different ones, or they give the same answers."""
     served_model_name: str | None = None
     """None = model_path."""
     weight_update_timeout: float = 60.0
@@ -72,7 +73,7 @@ def parse_config(argv: list[str] | None = None) -> EngineConfig:
         ("max_prefill_tokens", int, "prompt tokens computed in one step"),
         ("context_length", int, "prompt + output tokens; default: the model's max_position_embeddings"),
         ("weight_version", str, "version label of the initial weights"),
-        ("random_seed", int, "seed for requests without a sampling_seed"),
+        ("random_seed", int, "seed for requests without a sampling_seed; default: another one each start"),
         ("served_model_name", str, "name reported by /model_info; default: the model path"),
         ("weight_update_timeout", float, "seconds that one step of a weight update may take"),
         ("health_timeout", float, "seconds that /health_generate waits"),

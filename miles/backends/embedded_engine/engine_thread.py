@@ -98,7 +98,12 @@ class EngineThread:
 
     def _main(self) -> None:
         try:
-            scheduler = self._load()
+            try:
+                scheduler = self._load()
+            except ValueError as error:  # a model or a flag that cannot be served: the message says all
+                self.failure = error
+                logger.error("%s", error)
+                return
             self.ready = True
             self._on_ready()
             self._loop(scheduler)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from miles.backends.embedded_engine.request import Request
     from miles.backends.embedded_engine.scheduler import Event, Scheduler
     from miles.backends.embedded_engine.tokenizer import Tokenizer
+
+
+SEEDS_APART = 1_000_000_007
+"""Distance of two engines' first seeds whose random_seed differs by one."""
 
 
 class Answer:
@@ -100,12 +105,13 @@ class Answer:
 class Frontend:
     """The registry of all requests between arrival and answer."""
 
-    def __init__(self, *, max_requests: int, random_seed: int) -> None:
+    def __init__(self, *, max_requests: int, random_seed: int | None) -> None:
         self._max_requests = max_requests
         self._loop = asyncio.get_running_loop()
         self._active: dict[str, Request] = {}
         self._parents: dict[str, int] = {}
-        self._seeds = itertools.count(random_seed * 1_000_003)
+        first_seed = random.getrandbits(62) if random_seed is None else random_seed * SEEDS_APART
+        self._seeds = itertools.count(first_seed)
         self._failed: Unavailable | None = None
 
     @property

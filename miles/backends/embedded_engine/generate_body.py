@@ -114,7 +114,8 @@ def _prompts(body: dict[str, Any], limits: ModelLimits, tokenizer: Tokenizer | N
         prompts = ids if is_batch else [ids]
     else:
         is_batch = isinstance(text, list)
-        prompts = [_encode(item, tokenizer) for item in (text if is_batch else [text])]
+        texts: list[Any] = text if isinstance(text, list) else [text]
+        prompts = [_encode(item, tokenizer) for item in texts]
     if not prompts:
         raise RequestError("The batch is empty.")
     for prompt in prompts:

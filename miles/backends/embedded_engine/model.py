@@ -56,7 +56,8 @@ class EngineModel:
             logits_to_keep=torch.arange(plan.logits_rows, device=plan.input_ids.device),
             step_plan=plan,
         )
-        return output.logits[0]
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
 
 def load_model(
@@ -108,7 +109,7 @@ def _architecture(directory: str) -> str:
 def _from_pretrained(architecture: str, directory: str, dtype: torch.dtype) -> tuple[Any, set[str]]:
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if architecture in DIRECT_CLASSES:
         model_class = getattr(importlib.import_module(DIRECT_CLASSES[architecture]), architecture)
         extra = {}

@@ -31,11 +31,11 @@ def serve(config: EngineConfig) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    logging.getLogger("aiohttp.server").addFilter(_is_no_probe)
+    logging.getLogger("aiohttp.server").addFilter(is_no_probe)
     return asyncio.run(_serve(config))
 
 
-def _is_no_probe(record: logging.LogRecord) -> bool:
+def is_no_probe(record: logging.LogRecord) -> bool:
     """False for sglang-router's gRPC probe, which speaks HTTP/2 to this port and is answered with 400: harmless."""
     error = record.exc_info[1] if record.exc_info else None
     return not (type(error).__name__ in ("BadHttpMessage", "BadHttpMethod", "BadStatusLine") and _is_http2(str(error)))
@@ -54,7 +54,7 @@ async def _serve(config: EngineConfig) -> int:
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
+        await web.TCPSite(runner, config.host, config.port, backlog=4096).start()
     except OSError as error:
         logger.error("Cannot listen on --host %s --port %d: %s", config.host, config.port, error)
         return 1

@@ -27,4 +27,5 @@ def uniforms(states: np.ndarray, positions: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
     z = z ^ (z >> np.uint64(31))
-    return (z >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    numbers: np.ndarray = (z >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    return numbers
