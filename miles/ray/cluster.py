@@ -22,9 +22,9 @@ _RUN_ENVIRONMENT = ("MILES_EXPERIMENTAL_ROLLOUT_REFACTOR", "MILES_HOST_IP", "MIL
 class RayCluster:
     """Connects to Ray for the length of a run.
 
-    Where the environment names a cluster (`RAY_ADDRESS`, as `ray job submit` sets it) that one is joined; otherwise a private
-    one is started on loopback, in a directory of its own, with enough *logical* CPUs for every actor: actors share cores, so
-    a run starts on a single one.
+    Where the environment names a cluster (`RAY_ADDRESS`, as `ray job submit` sets it) that one is joined; otherwise a
+    private one is started on loopback, in a directory of its own, with enough *logical* CPUs for every actor: actors
+    share cores, so a run starts on a single one.
     """
 
     def __init__(self, num_actors: int) -> None:

@@ -52,7 +52,8 @@ class Placement:
 def create_placement(args: Namespace) -> Placement:
     """Reserve the run's bundles: a GPU and a CPU each where the cluster has GPUs, else a CPU.
 
-    Raises ValueError at once where the cluster can never hold them, and after a minute where others hold what is needed.
+    Raises ValueError at once where the cluster can never hold them, and after a minute where others hold what is
+    needed.
     """
     trainers, engines = num_trainers(args), int(args.rollout_num_gpus)
     total = ray.cluster_resources()
@@ -63,15 +64,15 @@ def create_placement(args: Namespace) -> Placement:
             raise ValueError(
                 f"the run needs {count} {resource}s ({trainers} for training, {engines} for rollout"
                 f"{', 1 for the rollout manager' if resource == 'CPU' else ''}), the Ray cluster has "
-                f"{total.get(resource, 0):g}: lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus, "
-                "or enlarge the cluster"
+                f"{total.get(resource, 0):g}: lower --actor-num-nodes, --actor-num-gpus-per-node or "
+                "--rollout-num-gpus, or enlarge the cluster"
             )
     bundle = {"CPU": 1.0, "GPU": 1.0} if gpus_per_bundle else {"CPU": 1.0}
     group = placement_group([bundle] * (trainers + engines), strategy="PACK")
     if not group.wait(_PLACEMENT_TIMEOUT_SECS):
         raise ValueError(
-            f"no room in the Ray cluster after {_PLACEMENT_TIMEOUT_SECS} s for {trainers + engines} bundles of {bundle}: "
-            f"total {total}, free {ray.available_resources()}"
+            f"no room in the Ray cluster after {_PLACEMENT_TIMEOUT_SECS} s for {trainers + engines} bundles of "
+            f"{bundle}: total {total}, free {ray.available_resources()}"
         )
     return Placement(
         trainers=Bundles(group, 0, trainers, gpus_per_bundle),

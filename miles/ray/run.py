@@ -6,8 +6,8 @@
         await run.train(0, batch)
         run.finish_step(0)                       one line on the console, one record in every tracker
 
-Leaving the block ends every process within seconds, whatever the reason. Where the user stopped the run, a checkpoint is
-saved first.
+Leaving the block ends every process within seconds, whatever the reason. Where the user stopped the run, a checkpoint
+is saved first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Run:
         self._example: dict[str, Any] = {}
         self._step_start = time.monotonic()
 
-    # -- start and end ------------------------------------------------------------------------------------------------
+    # -- start and end --
 
     async def __aenter__(self) -> Run:
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ class Run:
         except TimeoutError:
             logger.error("the checkpoint was not complete after %.0f s: the previous one is the newest", _SAVE_SECS)
 
-    # -- the steps of the drivers ---------------------------------------------------------------------------------------
+    # -- the steps of the drivers
 
     @property
     def rollout_ids(self) -> range:
@@ -233,7 +233,7 @@ class Run:
             self._console.sample(self._example)
         self._metrics = {}
 
-    # -- measuring ------------------------------------------------------------------------------------------------------
+    # -- measuring
 
     @asynccontextmanager
     async def _span(self, lane: str, metric: str, step: int | None = None) -> AsyncIterator[None]:

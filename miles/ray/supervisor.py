@@ -41,14 +41,15 @@ class Supervisor:
         self._watchers: dict[asyncio.Task[None], tuple[str, Path]] = {}
 
     def watch(self, name: str, actor: ActorHandle, log_path: Path, *, endless: bool) -> None:
-        """Watch `actor`: through its own endless `watch` method, or by repeated `ping` where it runs one call at a time."""
+        """Watch `actor`: through its own endless `watch`, or by repeated `ping` where it runs one call at a time."""
         coroutine = _await_ref(actor.watch.remote()) if endless else _ping_forever(actor)
         self._watchers[asyncio.create_task(coroutine, name=f"watch {name}")] = (name, log_path)
 
     async def wait(self, awaitable: Awaitable[Any]) -> Any:
         """The result of `awaitable` (an object reference, or a coroutine over several).
 
-        Raises RunFailed where a process died, StopRequested where the user asked for the end, else what the call raised.
+        Raises RunFailed where a process died, StopRequested where the user asked for the end, else what the call
+        raised.
         """
         call = asyncio.ensure_future(_await_ref(awaitable))
         try:

@@ -29,8 +29,8 @@ class ProcessDied(RuntimeError):
 class ChildProcess:
     """A server process that this process started and owns.
 
-    It stays in the parent's process group and dies with the *thread* that started it (Linux): start it from a thread that
-    lives as long as the child should. Standard output and error are appended to `log_path`.
+    It stays in the parent's process group and dies with the *thread* that started it (Linux): start it from a thread
+    that lives as long as the child should. Standard output and error are appended to `log_path`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ChildProcess:
 
     async def wait_died(self) -> ProcessDied:
         """Wait until the process has ended, then return the error that tells it."""
-        while self.is_running:
+        while self.is_running:  # noqa: ASYNC110 - a process, not one of our tasks
             await asyncio.sleep(_POLL_SECS)
         return self.death()
 

@@ -49,7 +49,7 @@ class Router:
                 async with session.post("/workers", json={"url": url}) as response:
                     response.raise_for_status()
             async with asyncio.timeout(_REGISTRATION_TIMEOUT_SECS):
-                while await self._healthy_engines(session) < set(engine_urls):
+                while await self._healthy_engines(session) < set(engine_urls):  # noqa: ASYNC110 - a remote state
                     await asyncio.sleep(_REGISTRATION_POLL_SECS)
 
     async def watch(self) -> None:
