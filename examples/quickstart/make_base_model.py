@@ -54,9 +54,8 @@ def make_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate([END, UNKNOWN, *CHARACTERS])}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN)
-    )  # no merges: one token a character
+    # Without merges each character stays a token of its own.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(END, special=True), AddedToken(UNKNOWN, special=True)])
     return PreTrainedTokenizerFast(
