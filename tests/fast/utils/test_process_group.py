@@ -30,10 +30,7 @@ def test_members_without_a_default_group_meet_broadcast_and_meet_again() -> None
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MEMBER.replace("PORTS", repr(ports))]
     members = [
-        subprocess.Popen(
-            [*command, str(rank)], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        for rank in range(2)
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(2)
     ]
     outputs = [member.communicate(timeout=50)[0] for member in members]
     assert outputs == ["[0.0, 1.0, 2.0, 3.0]\n" * 2] * 2
