@@ -1,6 +1,6 @@
 """One training batch: over-sampling, dynamic filters, and an abort of what is still running at the end.
 
-    get_samples --groups--> generate_and_rm_group tasks --finished--> dynamic filter --kept--> batch of rollout_batch_size
+    get_samples --groups--> generate_and_rm_group tasks --finished--> dynamic filter --kept--> the batch
          ^                            |                                    |
          |                            +-- unfinished at the end: aborted   +-- rejected: dropped, counted by reason
          +------------ given back ----+-- finished beyond the batch, or aborted by an engine
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from miles.rollout.base_types import RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
 from miles.rollout.generate_utils.generate_endpoint_utils import router_url
+from miles.rollout.inference_rollout.compatibility import shorten
 from miles.rollout.inference_rollout.inference_rollout_common import generate_and_rm_group
 from miles.rollout.inference_rollout.sibling_tasks import cancel_and_settle, failure_of
 from miles.utils.http_utils import get, post
@@ -95,10 +96,10 @@ class _BatchCollection:
     def _submit(self) -> None:
         while len(self._kept) + len(self._prompts) < self._target:
             groups = self._get_samples(self._fetch)
-            if not groups:
-                raise RuntimeError(
-                    f"rollout {self.rollout_id}: the data source returned no groups, "
-                    f"{len(self._kept)} of {self._target} are there"
+            if not isinstance(groups, list) or not groups:
+                raise ValueError(
+                    f"rollout {self.rollout_id}: the data source was asked for {self._fetch} groups and returned "
+                    f"{shorten(groups)}; {len(self._kept)} of {self._target} groups are there"
                 )
             self._prompts.update(zip(submit_generate_tasks(self.state, groups), groups, strict=True))
 
@@ -178,7 +179,7 @@ async def _abort_until_settled(state: GenerateState, pendings: set[asyncio.Task[
 async def _abort_engines(args: Namespace) -> None:
     urls = await get_worker_urls(args)
     results = await asyncio.gather(
-        *(post(f"{url}/abort_request", {"abort_all": True}) for url in urls), return_exceptions=True
+        *(post(f"{url}/abort_request", {"abort_all": True}, max_retries=0) for url in urls), return_exceptions=True
     )
     for url, result in zip(urls, results, strict=True):
         if isinstance(result, Exception):
