@@ -61,7 +61,9 @@ def parse_hf_config(raw: dict[str, Any], *, source: str) -> HFModelConfig:
     """Turn the fields of a `config.json` into an `HFModelConfig`; `source` names the file in errors."""
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"{source}: model_type {model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+        raise ValueError(
+            f"{source}: model_type {model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
     _refuse_unsupported(raw, source)
     num_heads = _int(raw, "num_attention_heads", source)
     hidden_size = _int(raw, "hidden_size", source)
@@ -109,5 +111,7 @@ def _rope(raw: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:
         return theta, None
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind != "llama3" or any(float(parameters.get(key, value)) != value for key, value in fixed.items()):
-        raise ValueError(f"{source}: rope scaling {parameters} is not supported; supported: 'default', and 'llama3' with {fixed}")
+        raise ValueError(
+            f"{source}: rope scaling {parameters} is not supported; supported: 'default', and 'llama3' with {fixed}"
+        )
     return theta, RopeScaling(factor=float(parameters["factor"]))

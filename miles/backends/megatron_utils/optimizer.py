@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from megatron.core.optimizer import MegatronOptimizer
+
+logger = logging.getLogger(__name__)
 
 
 def wrap_data_parallel(model: torch.nn.Module, args: Namespace) -> DistributedDataParallel:
@@ -24,7 +29,7 @@ def wrap_data_parallel(model: torch.nn.Module, args: Namespace) -> DistributedDa
         grad_reduce_in_fp32=bool(getattr(args, "accumulate_allreduce_grads_in_fp32", False)) or config.bf16,
         overlap_grad_reduce=False,
         use_distributed_optimizer=False,
-        check_for_nan_in_grad=checks_for_nan(args),
+        check_for_nan_in_grad=False,  # `optimizer_step` looks at the reduced norm instead
     )
     wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
     config.no_sync_func = wrapped.no_sync
@@ -56,7 +61,7 @@ def build_optimizer(model: DistributedDataParallel, args: Namespace) -> Megatron
         adam_beta1=_or(args, "adam_beta1", 0.9),
         adam_beta2=_or(args, "adam_beta2", 0.999),
         adam_eps=_or(args, "adam_eps", 1e-8),
-        clip_grad=_or(args, "clip_grad", 1.0),
+        clip_grad=_or(args, "clip_grad", 1.0) or math.inf,
         bf16=bool(getattr(args, "bf16", False)),
         params_dtype=torch.bfloat16 if getattr(args, "bf16", False) else torch.float32,
         use_distributed_optimizer=False,
@@ -64,6 +69,30 @@ def build_optimizer(model: DistributedDataParallel, args: Namespace) -> Megatron
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     get_model_config(model).grad_scale_func = optimizer.scale_loss if config.bf16 else None
     return optimizer
+
+
+def optimizer_step(optimizer: MegatronOptimizer, *, check_for_nan: bool) -> tuple[bool, float]:
+    """Clip and apply the reduced gradients: (whether the weights were updated, the gradient norm before clipping).
+
+    A NaN or infinite norm is an error with `check_for_nan`; without, the step is skipped and the weights stay.
+
+    Raises:
+        FloatingPointError: see above.
+    """
+    found_inf = optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        if check_for_nan:
+            raise FloatingPointError(
+                f"the gradient norm is {grad_norm}; with --no-check-for-nan-in-loss-and-grad such a step is skipped instead"
+            )
+        logger.warning("the gradient norm is %s: this optimizer step is skipped", grad_norm)
+        return False, grad_norm
+    if found_inf:
+        return False, grad_norm
+    if grad_norm > optimizer.config.clip_grad:
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm)
+    return bool(optimizer.step_with_ready_grads()), grad_norm
 
 
 @dataclass(frozen=True)

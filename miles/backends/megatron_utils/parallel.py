@@ -91,3 +91,23 @@ def sum_over_data_parallel(values: torch.Tensor) -> torch.Tensor:
     if parallel_state.get_data_parallel_world_size() > 1:
         dist.all_reduce(values, group=data_parallel_group())
     return values
+
+
+def max_over_data_parallel(value: int) -> int:
+    """The largest `value` of the data-parallel ranks; a collective, free where there is only one rank."""
+    if parallel_state.get_data_parallel_world_size() == 1:
+        return value
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensor = torch.tensor([value], device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=data_parallel_group())
+    return int(tensor)
+
+
+def data_parallel_rank() -> int:
+    return int(parallel_state.get_data_parallel_rank())
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.get_world_size() > 1:
+        dist.barrier()

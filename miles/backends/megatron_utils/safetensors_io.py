@@ -33,7 +33,9 @@ class SafetensorsReader:
     def __enter__(self) -> SafetensorsReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for handle in self._open.values():
             handle.__exit__(None, None, None)
         self._open.clear()
@@ -83,7 +85,9 @@ def _locate(directory: Path) -> dict[str, Path]:
         return dict.fromkeys(handle.keys(), single)
 
 
-def write_sharded(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard_bytes: int = 4 * 1024**3) -> None:
+def write_sharded(
+    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard_bytes: int = 4 * 1024**3
+) -> None:
     """Write named tensors as `model.safetensors`, or as numbered shards with an index where they exceed `max_shard_bytes`.
 
     At most one shard is held in memory at a time.
@@ -91,7 +95,11 @@ def write_sharded(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], 
     shards: list[list[str]] = []
     total = 0
     for group in _groups(tensors, max_shard_bytes):
-        save_file({name: t.detach().cpu().contiguous() for name, t in group}, _part(directory, len(shards)), metadata={"format": "pt"})
+        save_file(
+            {name: t.detach().cpu().contiguous() for name, t in group},
+            _part(directory, len(shards)),
+            metadata={"format": "pt"},
+        )
         shards.append([name for name, _ in group])
         total += sum(t.nbytes for _, t in group)
     if len(shards) == 1:

@@ -259,7 +259,9 @@ class _Bracket:
     def abandon(self) -> None:
         """After a failure: undo what can be undone, as far as the engines still answer. Never raises."""
         if self.weights_touched:
-            logger.error("weight update failed after its first bucket: the engines stay paused, their weights are mixed")
+            logger.error(
+                "weight update failed after its first bucket: the engines stay paused, their weights are mixed"
+            )
             return
         if self._begun:
             self._tell_all("/end_weight_update")
@@ -312,7 +314,9 @@ def compare_checksums(trainer: dict[str, str], engine: dict[str, str], engine_ur
             )
     extra = [name for name in engine if name not in trainer]
     if extra:
-        raise ValueError(f"--check-weight-update-equal: engine {engine_url} has {extra[0]!r}, which the trainer has not")
+        raise ValueError(
+            f"--check-weight-update-equal: engine {engine_url} has {extra[0]!r}, which the trainer has not"
+        )
 
 
 def _address_towards(engine_url: str) -> str:
