@@ -1,6 +1,6 @@
 """Causal attention over packed sequences for megatron-core's local layer spec, on PyTorch's fused attention kernel.
 
-    packed tokens [T, heads, dim] --gather--> [sequences, longest, heads, dim] --attention--> --scatter--> [T, heads * dim]
+    packed [T, heads, dim] --gather--> [sequences, longest, heads, dim] --attention--> --scatter--> [T, heads * dim]
 
 Sequences are padded on the right. With a causal mask no real token attends to a pad, so the result is exact, and the
 pads' gradients are zero. Sequences of very different lengths go through in groups of similar length, so that padding
@@ -28,7 +28,7 @@ class AttentionGroup:
     num_sequences: int
     longest: int
     gather: torch.Tensor
-    """[num_sequences * longest] int64: the packed position of each padded slot (pads point at a token of the sequence)."""
+    """[num_sequences * longest] int64: the packed position of each padded slot (pads repeat the last token)."""
 
 
 @dataclass(frozen=True)

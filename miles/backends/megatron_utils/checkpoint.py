@@ -3,10 +3,10 @@
     <save>/
       latest_checkpointed_iteration.txt   the rollout id of the newest checkpoint; written last
       iter_0000042/                       appears by a rename, complete
-        config.json, tokenizer, model.safetensors    the model under Hugging Face names: a checkpoint that transformers,
-                                                     the engines and `--hf-checkpoint` can load as it is
-        optimizer.safetensors             "<hf name>|exp_avg", ... : moments under Hugging Face names, and float32 master
-                                          weights where the model is bf16
+        config.json, tokenizer,           the model under Hugging Face names: transformers, the engines and
+          model.safetensors               `--hf-checkpoint` can load the directory as it is
+        optimizer.safetensors             "<hf name>|exp_avg", ...: moments under Hugging Face names, and float32
+                                          master weights where the model is bf16
         rng.safetensors                   generator states of each rank
         state.json                        rollout id, weight version, position in the schedule, scalar optimizer state,
                                           and size and digest of every other file
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from miles.backends.megatron_utils.hf_config import HFModelConfig
 
 logger = logging.getLogger(__name__)
+
+Scalars = dict[str, dict[str, float]]
+"""{field of the torch optimizer's state: {megatron-core name: value}}"""
 
 POINTER = "latest_checkpointed_iteration.txt"
 FORMAT = 1
@@ -167,7 +170,7 @@ def _write(
 ) -> None:
     write_hf_files(part, hf_named_tensors(state.model, hf), source=Path(args.hf_checkpoint))
     save_file(rng, part / _RNG)
-    scalars: dict[str, dict[str, float]] = {}
+    scalars: Scalars = {}
     if not getattr(args, "no_save_optim", False):
         tensors, scalars = _optimizer_tensors(state, hf)
         save_file(tensors, part / _OPTIMIZER)
@@ -213,8 +216,8 @@ def _digest(path: Path) -> str:
 
 
 def _optimized(state: TrainingState) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
-    """megatron-core name, the model's parameter, and the tensor that the optimizer updates: the parameter itself, or its
-    float32 master copy."""
+    """megatron-core name, the model's parameter, and the tensor that the optimizer updates: the parameter itself, or
+    its float32 master copy."""
     for name, parameter in unwrap(state.model).named_parameters():
         yield name, parameter, getattr(parameter, "main_param", parameter)
 
@@ -224,12 +227,10 @@ def _torch_optimizer(state: TrainingState) -> torch.optim.Optimizer:
     return inner
 
 
-def _optimizer_tensors(
-    state: TrainingState, hf: HFModelConfig
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, float]]]:
-    """Tensors "<hf name>|<field>", and the scalars {field: {megatron-core name: value}} of the torch optimizer's state."""
+def _optimizer_tensors(state: TrainingState, hf: HFModelConfig) -> tuple[dict[str, torch.Tensor], Scalars]:
+    """Tensors "<hf name>|<field>", and the scalars, of the torch optimizer's state."""
     tensors: dict[str, torch.Tensor] = {}
-    scalars: dict[str, dict[str, float]] = {}
+    scalars: Scalars = {}
     optimizer = _torch_optimizer(state)
     for name, parameter, optimized in _optimized(state):
         fields = dict(optimizer.state.get(optimized, {}))
@@ -246,16 +247,14 @@ def _optimizer_tensors(
 
 
 @torch.no_grad()
-def _load_optimizer(
-    checkpoint: Path, state: TrainingState, scalars: dict[str, dict[str, float]], hf: HFModelConfig
-) -> None:
+def _load_optimizer(checkpoint: Path, state: TrainingState, scalars: Scalars, hf: HFModelConfig) -> None:
     """Fill the torch optimizer's state. Every parameter gets its own `step` tensor: a shared one would be incremented
     once per parameter and step, and the training would silently diverge."""
     saved = load_file(checkpoint / _OPTIMIZER)
     fields = sorted({key.rpartition("|")[2] for key in saved})
     optimizer = _torch_optimizer(state)
     optimizer.state.clear()
-    for name, parameter, optimized in _optimized(state):
+    for name, _, optimized in _optimized(state):
         spec = param_spec(name)
         entry: dict[str, Any] = {
             field: torch.tensor(values[name]) for field, values in scalars.items() if name in values

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,15 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_CREATION_FUNCTIONS = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "randint", "zeros_like",
-                       "ones_like", "empty_like", "full_like", "as_tensor", "linspace", "eye")  # fmt: skip
+_CREATION_FUNCTIONS = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
+_MEGATRON_MODULES = (
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+)
+"""What the trainer uses; imported here so that it is imported once, without its notes on missing GPU packages."""
 _MARK = "_miles_cpu_shim"
 
 
@@ -49,8 +57,10 @@ def install_cpu_shim() -> None:
     setattr(torch.cuda, _MARK, True)
     _redirect_placement()
     _redirect_random_state()
-    with _compile_as_identity():
-        importlib.import_module("megatron.core.models.gpt.gpt_model")
+    with _compile_as_identity(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _MEGATRON_MODULES:
+            importlib.import_module(name)
     # megatron-core keeps its own setter of the CUDA generator, which works on CUDA internals.
     mcore_random = importlib.import_module("megatron.core.tensor_parallel.random")
     mcore_random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)

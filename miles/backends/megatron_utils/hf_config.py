@@ -1,4 +1,4 @@
-"""The model's shape, read from the `config.json` of a Hugging Face checkpoint. No transformers, no code from the checkpoint."""
+"""The model's shape, read from the `config.json` of a Hugging Face checkpoint, without transformers."""
 
 from __future__ import annotations
 
@@ -61,9 +61,8 @@ def parse_hf_config(raw: dict[str, Any], *, source: str) -> HFModelConfig:
     """Turn the fields of a `config.json` into an `HFModelConfig`; `source` names the file in errors."""
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(
-            f"{source}: model_type {model_type!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ValueError(f"{source}: model_type {model_type!r} is not supported; supported: {supported}")
     _refuse_unsupported(raw, source)
     num_heads = _int(raw, "num_attention_heads", source)
     hidden_size = _int(raw, "hidden_size", source)
@@ -103,7 +102,7 @@ def _refuse_unsupported(raw: dict[str, Any], source: str) -> None:
 
 
 def _rope(raw: dict[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """Base period and scaling; transformers writes them as `rope_parameters` (5.x) or `rope_theta` and `rope_scaling` (4.x)."""
+    """Base period and scaling. transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"

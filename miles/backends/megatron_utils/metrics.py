@@ -44,7 +44,7 @@ def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def rollout_means(batch: Mapping[str, Any]) -> dict[str, float]:
-    """`rollout/<name>`: means over samples, of masked means over tokens where there is a number per token; a collective."""
+    """`rollout/<name>`: means over samples (of the masked mean, for numbers per token); a collective."""
     masks = torch.cat(batch["loss_masks"])
     lengths = torch.tensor(batch["response_lengths"], device=masks.device)
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=masks.device), lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +69,7 @@ def transformer_config(hf: HFModelConfig, args: Namespace, layout: ParallelLayou
         moe_token_dispatcher_type="alltoall",  # not used by dense models; the default refuses variable lengths
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
+        cuda_graph_scope=[],
         persist_layer_norm=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -92,20 +94,22 @@ def layer_spec(hf: HFModelConfig, args: Namespace) -> ModuleSpec:
 def build_model(hf: HFModelConfig, args: Namespace, layout: ParallelLayout) -> torch.nn.Module:
     """The model of this rank with uninitialised weights, on its device; wrapped for bf16 where asked."""
     config = transformer_config(hf, args, layout)
-    model: Any = GPTModel(
-        config=config,
-        transformer_layer_spec=layer_spec(hf, args),
-        vocab_size=padded_vocab_size(hf.vocab_size, layout.tensor),
-        max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=hf.rope_theta,  # type: ignore[arg-type]
-        rope_scaling=hf.rope_scaling is not None,
-        rope_scaling_factor=hf.rope_scaling.factor if hf.rope_scaling else 8.0,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core warns about how its own modules call each other
+        model: Any = GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec(hf, args),
+            vocab_size=padded_vocab_size(hf.vocab_size, layout.tensor),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            parallel_output=False,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=hf.rope_theta,  # type: ignore[arg-type]
+            rope_scaling=hf.rope_scaling is not None,
+            rope_scaling_factor=hf.rope_scaling.factor if hf.rope_scaling else 8.0,
+        )
     if torch.cuda.is_available():
         model = model.cuda()
     return Float16Module(config, model) if config.bf16 else model

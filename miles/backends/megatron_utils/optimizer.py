@@ -84,7 +84,7 @@ def optimizer_step(optimizer: MegatronOptimizer, *, check_for_nan: bool) -> tupl
     if not math.isfinite(grad_norm):
         if check_for_nan:
             raise FloatingPointError(
-                f"the gradient norm is {grad_norm}; with --no-check-for-nan-in-loss-and-grad such a step is skipped instead"
+                f"the gradient norm is {grad_norm}; --no-check-for-nan-in-loss-and-grad skips such a step instead"
             )
         logger.warning("the gradient norm is %s: this optimizer step is skipped", grad_norm)
         return False, grad_norm

@@ -44,7 +44,7 @@ class StepScale:
 def log_prob_pass(
     model: torch.nn.Module, micro_batches: Sequence[MicroBatch], *, vocab_size: int, temperature: float
 ) -> list[list[torch.Tensor]]:
-    """Log-probabilities of the response tokens: per micro-batch a list of [R_i] tensors; empty but on the last stage."""
+    """Log-probabilities of the response tokens: per micro-batch a list of [R_i] tensors. Only on the last stage."""
 
     def collect(batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = True) -> list[torch.Tensor]:
         log_probs, _ = response_log_probs(
@@ -73,9 +73,9 @@ def training_pass(
 ) -> list[dict[str, torch.Tensor]]:
     """Accumulate the gradients of one optimizer step; returns each micro-batch's metrics (sums), on the last stage.
 
-    `reuse_forward`: this is the only step made of the rollout, so the policy before the step is the policy in this very
-    forward pass; its detached log-probabilities are the old ones, and a pass of their own would compute the same numbers
-    again. They are stored into the micro-batches as `log_probs`.
+    `reuse_forward`: this is the only step made of the rollout, so the policy before the step is the policy in this
+    very forward pass; its detached log-probabilities are the old ones, and a pass of their own would compute the same
+    numbers again. They are stored into the micro-batches as `log_probs`.
     """
     factor = scale.loss_factor(len(micro_batches))
 

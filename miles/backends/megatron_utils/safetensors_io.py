@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import TracebackType
 
     import torch
 
@@ -33,9 +32,7 @@ class SafetensorsReader:
     def __enter__(self) -> SafetensorsReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for handle in self._open.values():
             handle.__exit__(None, None, None)
         self._open.clear()
@@ -88,7 +85,7 @@ def _locate(directory: Path) -> dict[str, Path]:
 def write_sharded(
     directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard_bytes: int = 4 * 1024**3
 ) -> None:
-    """Write named tensors as `model.safetensors`, or as numbered shards with an index where they exceed `max_shard_bytes`.
+    """Write named tensors as `model.safetensors`, or as numbered shards with an index above `max_shard_bytes`.
 
     At most one shard is held in memory at a time.
     """

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +33,7 @@ from miles.backends.megatron_utils.optimizer import (
     build_scheduler,
     checks_for_nan,
     optimizer_step,
+    steps_per_rollout,
     wrap_data_parallel,
 )
 from miles.backends.megatron_utils.passes import StepScale, log_prob_pass, training_pass
@@ -47,6 +47,7 @@ from miles.utils.checksum import tensor_checksum
 from miles.utils.misc import load_function
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
     from miles.backends.megatron_utils.train_data import MicroBatch
@@ -90,7 +91,7 @@ class MegatronTrainer:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def load(self) -> int:
-        """Resume from the newest complete checkpoint under `--load`; returns the rollout to go on with (0: from scratch).
+        """Resume from the newest readable checkpoint under `--load`; returns the rollout to go on with (0: afresh).
 
         Raises:
             ValueError: there are checkpoints, but none can be read.
@@ -144,9 +145,7 @@ class MegatronTrainer:
         start = time.perf_counter()
         batch = batch_from_shard(shard, self._device)
         num_samples = len(batch["tokens"])
-        global_batch_size = int(
-            shard.get("global_batch_size") or self._args.global_batch_size or num_samples * self.dp_size
-        )
+        global_batch_size = self._global_batch_size(shard, num_samples)
         steps = optimizer_steps(num_samples, global_batch_size, self.dp_size)
         reuse_forward = self._can_reuse_forward(len(steps))
         times = metrics.Times()
@@ -171,6 +170,14 @@ class MegatronTrainer:
             **metrics.perf(times, tokens=tokens, dp_size=self.dp_size, total_seconds=time.perf_counter() - start),
             "train/step": float(self._scheduler.num_steps),
         }
+
+    def _global_batch_size(self, shard: dict[str, Any], num_samples: int) -> int:
+        """Samples of one optimizer step over all ranks: as the shard says, or the flags, or an even share."""
+        return int(
+            shard.get("global_batch_size")
+            or getattr(self._args, "global_batch_size", None)
+            or num_samples * self.dp_size // steps_per_rollout(self._args)
+        )
 
     def _can_reuse_forward(self, num_steps: int) -> bool:
         """With one optimizer step, the weights before the step are those of its own forward pass: the pass that would

@@ -56,7 +56,7 @@ class WeightUpdateConfig:
     """How weights reach the engines."""
 
     pause_mode: str
-    """abort: running requests end; retract: they resume with their cache recomputed; in_place: they keep their cache."""
+    """abort: running requests end; retract: they resume with a recomputed cache; in_place: they keep their cache."""
     buffer_bytes: int
     """Upper bound of one bucket; a larger tensor travels alone."""
     flattened: bool
@@ -259,9 +259,7 @@ class _Bracket:
     def abandon(self) -> None:
         """After a failure: undo what can be undone, as far as the engines still answer. Never raises."""
         if self.weights_touched:
-            logger.error(
-                "weight update failed after its first bucket: the engines stay paused, their weights are mixed"
-            )
+            logger.error("weight update failed after its first bucket: the engines stay paused with mixed weights")
             return
         if self._begun:
             self._tell_all("/end_weight_update")
