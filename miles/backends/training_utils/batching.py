@@ -101,8 +101,8 @@ def micro_batch_indices(
     count = -(-count // multiple_of) * multiple_of
     if count > n:
         raise ValueError(
-            f"--use-dynamic-batch-size: {count} micro-batches are needed, but this rank has only {n} samples in a step; "
-            "use a larger --global-batch-size or --max-tokens-per-gpu"
+            f"--use-dynamic-batch-size: {count} micro-batches are needed, but this rank has only {n} samples in a "
+            "step; use a larger --global-batch-size or --max-tokens-per-gpu"
         )
     balanced = balanced_partition(total_lengths, count)
     if _fits(balanced, total_lengths, max_tokens):

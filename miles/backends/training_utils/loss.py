@@ -87,7 +87,7 @@ def policy_loss(
 
     Raises ValueError naming field, sample and flag where the micro-batch lacks what the flags call for.
     """
-    layout = ResponseLayout.of(micro_batch)
+    layout = ResponseLayout.of(micro_batch, device=log_probs[0].device)
     current = layout.flatten("log_probs", log_probs, needed_by="the current policy")
     old = _old_log_probs(config, micro_batch, layout)
     advantages = layout.flatten("advantages", micro_batch.get("advantages"), needed_by="--loss-type policy_loss")
@@ -132,7 +132,7 @@ def value_loss(config: LossConfig, micro_batch: Mapping[str, Any], values: Seque
 
     `values` are the current critic's, [R_i] a sample. Metrics: value_loss, value_clipfrac.
     """
-    layout = ResponseLayout.of(micro_batch)
+    layout = ResponseLayout.of(micro_batch, device=values[0].device)
     current = layout.flatten("values", values, needed_by="the value loss")
     old = layout.flatten("values", micro_batch.get("values"), needed_by="the value loss")
     returns = layout.flatten("returns", micro_batch.get("returns"), needed_by="the value loss")
@@ -146,7 +146,7 @@ def value_loss(config: LossConfig, micro_batch: Mapping[str, Any], values: Seque
 
 def sft_loss(config: LossConfig, micro_batch: Mapping[str, Any], log_probs: Sequence[torch.Tensor]) -> LossAndMetrics:
     """Negative log-likelihood of the unmasked response tokens."""
-    layout = ResponseLayout.of(micro_batch)
+    layout = ResponseLayout.of(micro_batch, device=log_probs[0].device)
     current = layout.flatten("log_probs", log_probs, needed_by="--loss-type sft_loss")
     loss = -TokenReducer(layout, per_token=config.calculate_per_token_loss)(current)
     return loss, _detached({"loss": loss})
@@ -155,7 +155,9 @@ def sft_loss(config: LossConfig, micro_batch: Mapping[str, Any], log_probs: Sequ
 def _custom_loss(config: LossConfig, micro_batch: Mapping[str, Any], logits: torch.Tensor) -> LossAndMetrics:
     """Call the user's `f(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)`."""
     assert config.custom_loss_function is not None
-    reduce = TokenReducer(ResponseLayout.of(micro_batch), per_token=config.calculate_per_token_loss)
+    reduce = TokenReducer(
+        ResponseLayout.of(micro_batch, device=logits.device), per_token=config.calculate_per_token_loss
+    )
     loss, metrics = config.custom_loss_function(config.args, micro_batch, logits, reduce)
     return loss, _detached({"loss": loss, **metrics})
 
@@ -173,8 +175,7 @@ def _apply_tis(
 ) -> tuple[torch.Tensor, ResponseLayout, dict[str, torch.Tensor]]:
     """Weighted loss, the layout with the masks that the TIS function returns, and its metrics as [N]."""
     flag = "--use-tis" if config.use_tis else "--get-mismatch-metrics"
-    train_name = "rollout_log_probs" if config.use_rollout_logprobs and "log_probs" not in micro_batch else "log_probs"
-    train = layout.flatten(train_name, micro_batch.get(train_name), needed_by=flag).detach()
+    train = layout.flatten("log_probs", micro_batch.get("log_probs"), needed_by=flag).detach()
     rollout = layout.flatten("rollout_log_probs", micro_batch.get("rollout_log_probs"), needed_by=flag).detach()
     weighted, masks, metrics = config.tis_function(
         args=config.args if config.args is not None else config,
@@ -189,7 +190,8 @@ def _apply_tis(
     )
     if weighted.shape != pg_loss.shape:
         raise ValueError(
-            f"--custom-tis-function-path returned pg_loss of shape {tuple(weighted.shape)}, expected {tuple(pg_loss.shape)}"
+            f"--custom-tis-function-path returned pg_loss of shape {tuple(weighted.shape)}, "
+            f"expected {tuple(pg_loss.shape)}"
         )
     if config.use_tis:
         mask = layout.flatten("loss_masks", masks, needed_by="--custom-tis-function-path").detach()

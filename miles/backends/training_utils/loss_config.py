@@ -79,11 +79,9 @@ class LossConfig:
             )
         if self.use_tis and self.use_rollout_logprobs:
             raise ValueError(
-                "--use-tis corrects the trainer's log-probabilities for the engine's; with --use-rollout-logprobs there "
-                "is nothing to correct: choose one of them"
+                "--use-tis corrects the trainer's log-probabilities for the engine's; with --use-rollout-logprobs "
+                "there is nothing to correct: choose one of them"
             )
-        if self.kl_loss_coef and not self.use_kl_loss:
-            raise ValueError(f"--kl-loss-coef {self.kl_loss_coef} has no effect without --use-kl-loss")
         if self.loss_type == "custom_loss" and self.custom_loss_function is None:
             raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
 

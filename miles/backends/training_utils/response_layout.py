@@ -23,15 +23,16 @@ class ResponseLayout:
     """[N] float32, 1 where a token is trained on."""
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any]) -> ResponseLayout:
-        """Read `response_lengths`, `loss_masks` and, for error messages, `sample_indices`.
+    def of(cls, batch: Mapping[str, Any], *, device: torch.device | str | None = None) -> ResponseLayout:
+        """Read `response_lengths`, `loss_masks` and, for error messages, `sample_indices`. Everything that is
+        flattened later moves to `device` (None: where the masks are).
 
         Raises ValueError where a loss mask is missing or does not have its sample's response length.
         """
         lengths = tuple(int(length) for length in batch["response_lengths"])
         names = tuple(batch.get("sample_indices") or range(len(lengths)))
         mask = _flatten("loss_masks", batch.get("loss_masks"), lengths, names, "the loss")
-        return cls(lengths=lengths, names=names, mask=mask.detach())
+        return cls(lengths=lengths, names=names, mask=mask.detach().to(device))
 
     @property
     def device(self) -> torch.device:

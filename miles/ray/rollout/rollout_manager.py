@@ -1,7 +1,7 @@
 """The rollout side of a run in one Ray actor: data source, rollout functions, router and engines.
 
-    generate(n)   rollout function -> flatten and trim -> metrics -> train data -> one object-store reference per DP
-    rank eval(n)       eval function (an instance of its own) -> metrics
+    generate(n)   rollout function -> flatten, trim -> metrics -> train data -> one object-store reference per DP rank
+    eval(n)       eval function (an instance of its own) -> metrics
 
 Rollout functions run on the shared rollout event loop of this process, not on the actor's own: `generate` waits for
 them in a thread, so that other calls (eval, watch, dispose) are answered meanwhile.
