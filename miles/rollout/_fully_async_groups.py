@@ -7,7 +7,7 @@ several training sequences (agents, compaction).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles.utils.types import Sample
 
@@ -65,7 +65,7 @@ def require_members(finished: FinishedGroup, expected: int) -> None:
         )
 
 
-def sorted_batch(finished: Iterable[FinishedGroup]) -> list[Group]:
+def sorted_batch(finished: Iterable[FinishedGroup]) -> list[list[Any]]:
     """The groups by the index of their first sample; those without an index come last, as they arrived."""
     return sorted((group for _, group in finished), key=_sort_key)
 

@@ -168,7 +168,7 @@ class FullyAsyncRolloutFn:
                     self._submit_one_group()
                     await asyncio.sleep(0)  # thousands of submissions in a row must not stall the loop
                 else:
-                    await tasks.wait_until_one_ends()
+                    await tasks.wait_until_one_leaves()
             raise tasks.failure
         finally:
             if not self._closed:  # else close() is already at it
@@ -185,11 +185,11 @@ class FullyAsyncRolloutFn:
                 f"{type(self.data_source).__name__}.get_samples(1) returned {len(groups)} groups; fully-async rollout "
                 "takes one at a time, for as long as the run lasts (a data source starts its next epoch by itself)"
             )
-        self._group_tasks.start(groups[0], self._run_group(groups[0]))
+        self._group_tasks.start(groups[0], self._run_group)
 
     async def _run_group(self, prompt_group: PromptGroup) -> None:
         # Generation gets a list of its own: the prompt group stays flat whatever a generate function does to the list.
-        group = await generate_and_rm_group(
+        group: Any = await generate_and_rm_group(
             self.state, list(prompt_group), sampling_params=self.state.sampling_params, evaluation=False
         )
         if self._group_tasks.stopping:
@@ -324,9 +324,9 @@ class FullyAsyncRolloutFn:
         report.measured.add(staleness)
         return staleness
 
-    def _to_batch(self, finished: Iterable[FinishedGroup]) -> list[Group]:
+    def _to_batch(self, finished: Iterable[FinishedGroup]) -> list[list[Any]]:
         """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
-        batch = sorted_batch(finished)
+        batch: list[list[Any]] = sorted_batch(finished)
         if self._sample_filter is not None:
             shape = [len(group) for group in batch]
             self._sample_filter(self.args, batch)
