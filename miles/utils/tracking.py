@@ -1,7 +1,7 @@
-"""Where a run's numbers go: JSON lines always, TensorBoard and Weights & Biases by flag.
+"""Where a run's numbers go: JSON lines and TensorBoard always, Weights & Biases by flag.
 
     driver --log(metrics, step)--> Tracker --> <run_dir>/metrics.jsonl      one object a call, flushed
-                                           --> <run_dir>/tensorboard/       --use-tensorboard
+                                           --> <run_dir>/tensorboard/       event files
                                            --> Weights & Biases             --use-wandb (works offline)
 
 Only the driver has a Tracker, and it logs once a step with every key of the step.
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import secrets
 import subprocess
 import sys
 import time
@@ -51,7 +52,7 @@ class Sink(Protocol):
 
 
 class Tracker:
-    """Sends each step's metrics to every sink that the flags choose.
+    """Sends each step's metrics to every sink.
 
     Raises ValueError where a sink's package is missing. `close` may be called twice; `log` after it is an error.
     """
@@ -64,8 +65,7 @@ class Tracker:
         # What can be missing comes first: an error leaves no file open.
         if getattr(args, "use_wandb", False):
             self._sinks.append(WandbSink(args, run_dir))
-        if getattr(args, "use_tensorboard", False):
-            self._sinks.append(TensorBoardSink(tensorboard_dir(args, run_dir)))
+        self._sinks.append(TensorBoardSink(tensorboard_dir(args, run_dir)))
         self._sinks.append(JsonLinesSink(run_dir / METRICS_FILE))
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
@@ -124,9 +124,7 @@ class TensorBoardSink:
         try:
             from tensorboard.summary import Writer
         except ImportError as error:
-            raise ValueError(
-                f"--use-tensorboard: the tensorboard package cannot be imported ({error}); pip install tensorboard"
-            ) from error
+            raise ValueError(f"the tensorboard package, which miles depends on, cannot be imported: {error}") from error
         self._writer = Writer(str(directory))
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
@@ -157,22 +155,22 @@ class WandbSink:
         if getattr(args, "wandb_key", None):
             wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None))
         run_id = getattr(args, "wandb_run_id", None)
+        group = getattr(args, "wandb_group", None)
+        name = group or run_dir.name
+        if group and getattr(args, "wandb_random_suffix", True):
+            name = f"{group}_{secrets.token_hex(4)}"
         self._run = wandb.init(
-            project=getattr(args, "wandb_project", None),
+            project=getattr(args, "wandb_project", None) or "miles",
             entity=getattr(args, "wandb_team", None),
-            group=getattr(args, "wandb_group", None),
-            name=run_dir.name,
+            group=group,
+            name=name,
             mode=getattr(args, "wandb_mode", None),
             dir=getattr(args, "wandb_dir", None) or str(run_dir),
             id=run_id,
             resume="allow" if run_id else None,
             config=resolved_config(args),
         )
-        train_step_only = getattr(args, "wandb_always_use_train_step", False)
-        self._axis = {
-            family: "train/step" if train_step_only or family == "perf" else f"{family}/step"
-            for family in self._FAMILIES
-        }
+        self._axis = {family: "train/step" if family == "perf" else f"{family}/step" for family in self._FAMILIES}
         for family, axis in self._axis.items():
             self._run.define_metric(axis)
             self._run.define_metric(f"{family}/*", step_metric=axis)

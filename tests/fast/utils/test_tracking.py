@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -53,7 +54,7 @@ def test_a_metric_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_tensorboard_gets_the_same_scalars(tmp_path: Path) -> None:
-    tracker = Tracker(Namespace(use_tensorboard=True), tmp_path)
+    tracker = Tracker(Namespace(), tmp_path)
     for step in range(3):
         tracker.log({"train/loss": 1.0 / (step + 1), "rollout/raw_reward": step}, step=step)
     tracker.close()
@@ -116,13 +117,25 @@ def test_wandb_gets_flags_axes_and_metrics(tmp_path: Path, monkeypatch: pytest.M
     tracker.log({"rollout/raw_reward": 0.5, "train/loss": 1.0}, step=7)
     tracker.close()
     tracker.close()
-    expected = {"project": "p", "entity": "t", "group": "g", "mode": "offline", "name": "20260101-000000"}
+    expected = {"project": "p", "entity": "t", "group": "g", "mode": "offline"}
     assert fake.init_arguments.items() >= expected.items()
+    assert re.fullmatch("g_[0-9a-f]{8}", fake.init_arguments["name"])
     assert fake.init_arguments["dir"] == str(tmp_path / "20260101-000000")
     assert fake.logins == ["secret"] and "secret" not in json.dumps(fake.init_arguments)
     assert fake.axes["rollout/*"] == "rollout/step" and fake.axes["eval/*"] == "eval/step"
     assert fake.logged == [{"rollout/raw_reward": 0.5, "train/loss": 1.0, "rollout/step": 7, "train/step": 7}]
     assert fake.finished == 1
+
+
+def test_wandb_runs_are_named_after_the_run_directory_or_exactly_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    Tracker(Namespace(use_wandb=True), tmp_path / "a").close()
+    assert (fake.init_arguments["name"], fake.init_arguments["project"]) == ("a", "miles")
+    Tracker(Namespace(use_wandb=True, wandb_group="g", wandb_random_suffix=False), tmp_path / "b").close()
+    assert fake.init_arguments["name"] == "g"
 
 
 def test_without_wandb_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
