@@ -59,7 +59,8 @@ class EngineStub:
     """Serves /generate, /workers and /abort_request and records what it is asked.
 
     `respond(payload)` makes the answers. A request for which `holds(payload)` is true waits until it is aborted (it
-    then returns `partial` with the finish reason abort) or `release` is set. `arrived` counts held requests.
+    then returns `partial` with the finish reason abort) or `release` is set. Other requests are answered once
+    `expected_held` requests are held.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,9 @@ class EngineStub:
         self.holds: Callable[[dict[str, Any]], bool] = lambda payload: False
         self.partial = "pa"
         self.release = asyncio.Event()
-        self.held = asyncio.Semaphore(0)
+        self.expected_held = 0
+        self.held = 0
+        self.all_held = asyncio.Event()
         self.in_flight = 0
         self.peak = 0
         self._abort = asyncio.Event()
@@ -111,20 +114,24 @@ class EngineStub:
         try:
             if self.holds(payload) and await self._aborted_before_release():
                 return web.json_response(response(self.partial, reason="abort"))
-            await asyncio.sleep(0)
+            if self.expected_held:
+                await self.all_held.wait()
             return web.json_response(self.respond(payload))
         finally:
             self.in_flight -= 1
 
     async def _aborted_before_release(self) -> bool:
-        self.held.release()
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._abort, self.release)]
+        abort = self._abort
+        self.held += 1
+        if self.held >= self.expected_held:
+            self.all_held.set()
+        waits = [asyncio.ensure_future(event.wait()) for event in (abort, self.release)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        return self._abort.is_set()
+        return abort.is_set()
 
     async def _workers(self, request: web.Request) -> web.Response:
         return web.json_response({"workers": [{"url": f"{self.url}@0"}, {"url": f"{self.url}@1"}]})

@@ -92,7 +92,7 @@ def test_a_rollout_class_with_the_wrong_return_is_named_with_the_value():
             return None
 
     with pytest.raises(
-        ValueError, match=r"Forgetful must return RolloutFnTrainOutput for training, got NoneType: None"
+        ValueError, match=r"Forgetful must return RolloutFnTrainOutput .*, got NoneType: None"
     ):
         call_rollout_function(Forgetful(CONSTRUCTOR_INPUT), RolloutFnTrainInput(0))
     with pytest.raises(ValueError, match=r"must return RolloutFnEvalOutput for evaluation"):
