@@ -77,6 +77,7 @@ class EngineStub:
         self.in_flight = 0
         self.peak = 0
         self._abort = asyncio.Event()
+        self._abort_arrived = asyncio.Condition()
         self._runner: web.AppRunner | None = None
         self.port = 0
 
@@ -104,6 +105,11 @@ class EngineStub:
     def args(self, **overrides: Any) -> Namespace:
         """Flags of a run against this server."""
         return make_args(sglang_router_ip="127.0.0.1", sglang_router_port=self.port, **overrides)
+
+    async def wait_for_aborts(self, count: int) -> None:
+        """Wait until `count` abort requests have arrived in all."""
+        async with self._abort_arrived:
+            await self._abort_arrived.wait_for(lambda: len(self.aborts) >= count)
 
     async def _generate(self, request: web.Request) -> web.Response:
         payload = await request.json()
@@ -137,7 +143,10 @@ class EngineStub:
         return web.json_response({"workers": [{"url": f"{self.url}@0"}, {"url": f"{self.url}@1"}]})
 
     async def _abort_request(self, request: web.Request) -> web.Response:
-        self.aborts.append(await request.json())
+        body = await request.json()
+        async with self._abort_arrived:
+            self.aborts.append(body)
+            self._abort_arrived.notify_all()
         self._abort.set()
         self._abort = asyncio.Event()
         return web.Response()

@@ -208,8 +208,8 @@ async def test_a_plugin_that_raises_while_the_rest_is_aborted_fails_the_step_too
     async def generate(input):
         if input.sample.group_index == 2:
             waiting.set()
-            while not input.state.aborted:
-                await asyncio.sleep(0.001)
+            await engine.wait_for_aborts(1)
+            assert input.state.aborted
             raise LookupError("late")
         await waiting.wait()
         input.sample.status = COMPLETED
@@ -236,16 +236,10 @@ async def test_cancelling_the_step_settles_its_tasks(engine, register):
 async def test_the_abort_is_repeated_until_every_group_has_ended(engine, register, monkeypatch):
     """A request that was on its way during the first round is caught by a later one."""
     monkeypatch.setattr(inference_rollout_train, "ABORT_REPEAT_SECS", 0.02)
-    aborting = asyncio.Event()
 
     async def generate(args, sample, sampling_params):
         if sample.group_index == 2:
-            while not engine.aborts:
-                await asyncio.sleep(0.001)
-            aborting.set()
-            before = len(engine.aborts)
-            while len(engine.aborts) == before:
-                await asyncio.sleep(0.001)
+            await engine.wait_for_aborts(2)
             sample.status = ABORTED
             return sample
         sample.status = COMPLETED
@@ -255,7 +249,6 @@ async def test_the_abort_is_repeated_until_every_group_has_ended(engine, registe
     fn = rollout_fn(engine, custom_generate_function_path="test:generate", over_sampling_batch_size=3)
     output = await fn(RolloutFnTrainInput(0))
     assert indices(output.samples) == [0, 1]
-    assert aborting.is_set()
     assert indices(fn.data_source.buffer) == [2]
 
 
