@@ -33,9 +33,7 @@ def hugging_face_log_probs(directory: Path, shard: dict[str, Any], temperature: 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_log_probs_equal_hugging_face(
-    name: str, checkpoints: dict[str, Path], trainer_of: Callable[..., Any]
-) -> None:
+def test_log_probs_equal_hugging_face(name: str, checkpoints: dict[str, Path], trainer_of: Callable[..., Any]) -> None:
     shard = make_shard(seed=1)
     trainer = trainer_of(make_args(checkpoints[name], rollout_temperature=0.7, micro_batch_size=3))
     batch = batch_from_shard(shard, torch.device("cpu"))
