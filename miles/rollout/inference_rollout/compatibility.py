@@ -28,12 +28,10 @@ from miles.utils.types import Sample
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-GenerateFn = "Callable[[GenerateFnInput], Awaitable[GenerateFnOutput]]"
-
 
 def load_rollout_function(input: RolloutFnConstructorInput, path: str) -> Any:
     """The rollout function at `path`: a class is instantiated, a function gets the adapter for functions."""
-    fn = load_function(path)
+    fn: Any = load_function(path)
     if fn is None:
         raise ValueError("no rollout function: the path is empty")
     if inspect.isclass(fn):

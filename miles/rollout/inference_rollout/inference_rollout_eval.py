@@ -91,7 +91,7 @@ def eval_sampling_params(args: Namespace, config: EvalDatasetConfig) -> dict[str
 
 def _samples(args: Namespace, dataset: Dataset, config: EvalDatasetConfig) -> list[tuple[Sample, int]]:
     """Fresh samples, numbered from 0, each with the number of its repetition."""
-    result = []
+    result: list[tuple[Sample, int]] = []
     for group_index, prompt in enumerate(dataset.samples):
         for repeat in range(config.n_samples_per_eval_prompt):
             sample = copy.deepcopy(prompt)
