@@ -119,8 +119,9 @@ class ScheduleConfig:
             decay = 2**31
         fraction = getattr(args, "lr_warmup_fraction", None)
         warmup = int(fraction * decay) if fraction is not None else _or(args, "lr_warmup_iters", 0)
-        if warmup >= decay:
-            raise ValueError(f"--lr-warmup-iters must be below the {decay} steps of the schedule, got {warmup}")
+        if warmup >= decay and getattr(args, "lr_decay_iters", None):
+            raise ValueError(f"--lr-warmup-iters must be below --lr-decay-iters {decay}, got {warmup}")
+        decay = max(decay, warmup + 1)  # a run that ends within its warm-up, such as a first try of a few steps
         return ScheduleConfig(lr=args.lr, min_lr=min_lr, warmup_steps=warmup, decay_steps=decay, style=style)
 
 
