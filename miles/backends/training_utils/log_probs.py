@@ -44,9 +44,9 @@ def response_log_probs(
     positions = _predicted_positions(total_lengths, response_lengths, logits.shape[0], tokens.shape[0])
     targets = torch.tensor(positions, dtype=torch.int64).to(logits.device)
     divisor = temperature if temperature > 0 else 1.0
-    log_probs, entropies = _TokenLogProbs.apply(logits, targets - 1, tokens[targets], divisor, with_entropy)
+    log_probs, entropies = _TokenLogProbs.apply(logits, targets - 1, tokens[targets], divisor, with_entropy)  # type: ignore[no-untyped-call]
     lengths = list(response_lengths)
-    return list(log_probs.split(lengths)), list(entropies.split(lengths)) if with_entropy else None
+    return list(torch.split(log_probs, lengths)), list(torch.split(entropies, lengths)) if with_entropy else None
 
 
 def response_values(
@@ -59,7 +59,7 @@ def response_values(
     values = values.reshape(-1)
     positions = _predicted_positions(total_lengths, response_lengths, values.shape[0], values.shape[0])
     rows = torch.tensor(positions, dtype=torch.int64).to(values.device) - 1
-    return list(values[rows].float().split(list(response_lengths)))
+    return list(torch.split(values[rows].float(), list(response_lengths)))
 
 
 def _predicted_positions(
