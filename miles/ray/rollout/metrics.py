@@ -74,12 +74,14 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
         rewards = [_number(value) for value in raw]
         metrics[f"eval/{name}"] = fmean(rewards)
         metrics[f"eval/{name}-none_reward_ratio"] = fmean(_is_missing(value) for value in raw)
-        truncated = result.get("truncated")
-        if truncated:
-            metrics[f"eval/{name}-truncated_ratio"] = fmean(bool(value) for value in truncated)
         samples = result.get("samples")
-        if samples:
-            metrics |= _prefixed(f"eval/{name}/", sample_statistics(samples))
+        statistics_of_samples = sample_statistics(samples) if samples else {}
+        truncated_ratio = statistics_of_samples.pop("truncated_ratio", None)
+        if result.get("truncated"):
+            truncated_ratio = fmean(bool(value) for value in result["truncated"])
+        if truncated_ratio is not None:
+            metrics[f"eval/{name}-truncated_ratio"] = truncated_ratio
+        metrics |= _prefixed(f"eval/{name}/", statistics_of_samples)
         if getattr(args, "log_passrate", False):
             metrics |= _prefixed(f"eval/{name}-", pass_rates(_eval_groups(args, rewards, samples)))
     return metrics
