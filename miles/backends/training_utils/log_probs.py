@@ -13,8 +13,10 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_CHUNK_ELEMENTS = 1 << 24
-"""Logits that are worked on at once; bounds the temporary memory (64 MiB a float32 temporary)."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 20}
+"""Logits that are worked on at once: on a CPU few enough for its cache (4 MiB a float32 temporary)."""
+_DEFAULT_CHUNK_ELEMENTS = 1 << 25
+"""Elsewhere enough to keep a GPU busy; bounds the temporary memory (128 MiB a float32 temporary)."""
 _LOG_ZERO = -1e4
 """Stands for log 0, whose exponential is 0 in float32: a masked vocabulary entry (logit -inf) must not give NaN."""
 
@@ -99,7 +101,7 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs = torch.empty(rows.shape[0], dtype=torch.float32, device=logits.device)
         log_norms = torch.empty_like(log_probs)
         entropies = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
-        for chunk in _chunks(rows.shape[0], logits.shape[1]):
+        for chunk in _chunks(rows.shape[0], logits):
             scaled = _scaled_rows(logits, rows[chunk], divisor)
             log_norms[chunk] = torch.logsumexp(scaled, dim=-1)
             log_probs[chunk] = scaled.gather(1, targets[chunk, None]).squeeze(1) - log_norms[chunk]
@@ -120,7 +122,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, rows, targets, log_norms, entropies = ctx.saved_tensors
         grad = torch.zeros_like(logits)
-        for chunk in _chunks(rows.shape[0], logits.shape[1]):
+        for chunk in _chunks(rows.shape[0], logits):
             log_p = _scaled_rows(logits, rows[chunk], ctx.divisor).sub_(log_norms[chunk, None])
             weight = -grad_log_probs[chunk, None]
             if ctx.with_entropy:
@@ -138,6 +140,7 @@ def _scaled_rows(logits: torch.Tensor, rows: torch.Tensor, divisor: float) -> to
     return scaled.div_(divisor) if divisor != 1.0 else scaled
 
 
-def _chunks(num_rows: int, row_size: int) -> list[slice]:
-    step = max(1, _CHUNK_ELEMENTS // row_size)
+def _chunks(num_rows: int, logits: torch.Tensor) -> list[slice]:
+    elements = _CHUNK_ELEMENTS.get(logits.device.type, _DEFAULT_CHUNK_ELEMENTS)
+    step = max(1, elements // logits.shape[1])
     return [slice(start, start + step) for start in range(0, num_rows, step)]

@@ -54,7 +54,8 @@ class ResponseLayout:
 
     def sum_by_sample(self, flat: torch.Tensor) -> torch.Tensor:
         """[N] -> [B]; added up sample by sample, so the result does not depend on the order of GPU threads."""
-        return torch.stack([part.sum() for part in self.split(flat)])
+        lengths = torch.tensor(self.lengths, device=flat.device)
+        return torch.segment_reduce(flat, "sum", lengths=lengths, initial=0)
 
     def masked_mean_by_sample(self, flat: torch.Tensor) -> torch.Tensor:
         """[N] -> [B]: sum(m * x) / max(sum(m), 1)."""

@@ -88,7 +88,8 @@ def test_zero_std_counts_groups_by_rounded_reward() -> None:
 
 
 def test_pass_rates_are_unbiased() -> None:
-    # Of four answers one is right: 1/4; 1 - C(3,2)/C(4,2) = 1 - 3/6; 1. A group of two with none right counts for k <= 2.
+    # Of four answers one is right: 1/4; 1 - C(3,2)/C(4,2) = 1/2; 1. Of two wrong answers: 0, 0, and the group is too
+    # small for k = 4.
     assert pass_rates([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0]]) == {"pass@1": 0.125, "pass@2": 0.25, "pass@4": 1.0}
 
 
