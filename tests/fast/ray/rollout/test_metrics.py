@@ -79,6 +79,12 @@ def test_raw_rewards_of_the_train_data_win() -> None:
     assert metrics["rollout/zero_std/count_5.0"] == 1
 
 
+@pytest.mark.parametrize(("group_size", "groups"), [(2, 2), (3, 4)])
+def test_samples_without_a_group_are_counted_in_runs_or_alone(group_size: int, groups: int) -> None:
+    samples = [sample(i, group_index=None if i else 0) for i in range(4)]
+    assert rollout_metrics(Namespace(n_samples_per_prompt=group_size), samples)["rollout/num_groups"] == groups
+
+
 def test_zero_std_counts_groups_by_rounded_reward() -> None:
     assert zero_std_counts([[0.0, 0.0], [-0.0, 0.0], [0.32, 0.32], [1.0, 0.0], [1.0]]) == {
         "count": 3,
