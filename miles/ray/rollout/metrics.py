@@ -34,8 +34,9 @@ def rollout_metrics(
     """Metrics of the samples that go to the trainer.
 
     `raw_rewards` is the column `raw_reward` of the train data. Where it is None, or has another length because a custom
-    conversion made other samples, the samples' own rewards are used, a missing one counted as 0. `rollout_time` is the wall time of the rollout call in seconds; without it the `perf/` keys that need it
-    are left out. `num_trimmed` samples were cut off to fit the global batch size.
+    conversion made other samples, the samples' own rewards are used, a missing one counted as 0. `rollout_time` is the
+    wall time of the rollout call in seconds; without it the `perf/` keys that need it are left out. `num_trimmed`
+    samples were cut off to fit the global batch size.
     """
     if not samples:
         raise ValueError("metrics: the rollout has no samples")
