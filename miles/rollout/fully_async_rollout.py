@@ -326,7 +326,7 @@ class FullyAsyncRolloutFn:
 
     def _to_batch(self, finished: Iterable[FinishedGroup]) -> list[list[Any]]:
         """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
-        batch: list[list[Any]] = sorted_batch(finished)
+        batch = sorted_batch(finished)
         if self._sample_filter is not None:
             shape = [len(group) for group in batch]
             self._sample_filter(self.args, batch)
