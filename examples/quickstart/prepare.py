@@ -19,7 +19,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -74,14 +73,15 @@ def _make(out_dir: Path, config: make_base_model.BaseModelConfig, key: str) -> N
 def _key(config: make_base_model.BaseModelConfig) -> str:
     """Changes when the settings or the code that makes the files change."""
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True).encode())
-    for module in (make_base_model, make_prompts):
-        digest.update(Path(module.__file__).read_bytes())
+    for name in ("make_base_model.py", "make_prompts.py"):
+        digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()
 
 
 def _made_from(out_dir: Path) -> str | None:
     try:
-        return json.loads((out_dir / RECORD).read_text(encoding="utf-8")).get("key")
+        record: dict[str, str] = json.loads((out_dir / RECORD).read_text(encoding="utf-8"))
+        return record.get("key")
     except (OSError, ValueError):  # absent or unreadable: make it anew
         return None
 
@@ -102,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

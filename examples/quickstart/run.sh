@@ -66,8 +66,7 @@ training=(
 )
 
 output=(
-    --runs-dir runs/quickstart
-    --use-tensorboard
+    --runs-dir runs/quickstart # each run makes its own directory in it
 )
 
 export MILES_EXPERIMENTAL_ROLLOUT_REFACTOR=1 # the class-based rollout interface, which --fully-async builds on

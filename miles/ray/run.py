@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import time
 from contextlib import asynccontextmanager
@@ -119,6 +120,14 @@ class Run:
         if self.start_rollout_id > 0:
             await self._supervisor.wait(self.manager.load.remote(self.start_rollout_id - 1))
         await self._supervisor.wait(self.trainers.connect_engines(engine_urls))
+        await self._write_processes()
+
+    async def _write_processes(self) -> None:
+        """`processes.json`: the process id of everything that the run consists of, for the user's tools."""
+        rollout = await self._supervisor.wait(self.manager.pids.remote())
+        trainers = await self._supervisor.wait(self.trainers.pids())
+        path = self.run_dir / "processes.json"
+        path.write_text(json.dumps({"driver": os.getpid(), **rollout, **trainers}, indent=2) + "\n")
 
     async def _shut_down(self) -> None:
         await self._supervisor.close()

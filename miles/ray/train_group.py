@@ -63,6 +63,10 @@ class TrainGroup:
     async def export_hf(self, directory: str) -> None:
         await self._call("export_hf", directory)
 
+    async def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {f"trainer-{rank}": pid for rank, pid in enumerate(await self._call("pid"))}
+
     async def close(self) -> None:
         await self._call("close")
 

@@ -79,8 +79,8 @@ class AsyncLoopThread:
                 f"run() was called on thread {self.name!r} itself, which would wait for itself: await it"
             )
         job: _Job[T] = _Job(coro)
-        self._submit(job)
         try:
+            self._submit(job)
             return job.outcome.result()
         except concurrent.futures.CancelledError:
             if self.closed:
@@ -104,14 +104,12 @@ class AsyncLoopThread:
             self._accepts_work = False
         deadline = time.monotonic() + timeout
         job = _Job(self._shut_down(timeout))
+        job.outcome.add_done_callback(self._stop)
         self.loop.call_soon_threadsafe(job.start)
         try:
             leftover = job.outcome.result(timeout)
         except concurrent.futures.TimeoutError:
             raise RuntimeError(f"the event loop {self.name!r} did not end in {timeout:g} s: it is blocked") from None
-        finally:
-            self._stopping = True
-            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(max(0.1, deadline - time.monotonic()))
         if self._thread.is_alive():
             raise RuntimeError(f"thread {self.name!r} did not end in {timeout:g} s")
@@ -131,12 +129,17 @@ class AsyncLoopThread:
                 logger.warning("a task on %s raised %s", self.name, type(error).__name__)
         self.loop.close()
 
+    def _stop(self, _outcome: object) -> None:
+        """Called on the loop's thread once everything on it has ended."""
+        self._stopping = True
+        self.loop.stop()
+
     def _submit(self, job: _Job[Any]) -> None:
         with self._lock:
             if self._accepts_work:
                 self.loop.call_soon_threadsafe(job.start)
                 return
-        job.coro.close()
+        job.discard()
         raise RuntimeError(f"the event loop {self.name!r} is closed")
 
     def _cancel(self, job: _Job[Any]) -> None:
@@ -196,8 +199,16 @@ class _Job(Generic[T]):
         self._task.add_done_callback(self._settle)
 
     def cancel(self) -> None:
-        assert self._task is not None, "start() was scheduled before cancel()"
-        self._task.cancel()
+        if self._task is None:  # interrupted before it was handed over
+            self.discard()
+        else:
+            self._task.cancel()
+
+    def discard(self) -> None:
+        """Give up a coroutine that was never started."""
+        self.coro.close()
+        self.outcome.cancel()
+        self.outcome.set_running_or_notify_cancel()
 
     def _settle(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():

@@ -184,8 +184,8 @@ class HttpClient:
             async with session.request(method, url, data=body, headers=headers, timeout=limits) as response:
                 content = await response.read()
                 return content if 200 <= response.status < 300 else _status_failure(response, content)
-        except aiohttp.InvalidURL:
-            raise  # a ValueError of the caller's making, which no retry can mend
+        except aiohttp.InvalidURL as error:
+            raise ValueError(f"not an HTTP URL: {url!r}") from error
         except aiohttp.ConnectionTimeoutError as error:
             return _connection_failure(error, f"no connection within {limits.sock_connect} s")
         except TimeoutError as error:

@@ -155,7 +155,7 @@ async def post_bytes_no_retry(
     url: str,
     payload: Any,
     *,
-    timeout: float | None,  # noqa: ASYNC109 - plug-ins pass it by this name
+    timeout: float | None,
 ) -> bytes:
     """Send `payload` (bytes as they are, anything else as JSON) once; the response's bytes.
 
@@ -171,7 +171,7 @@ async def wait_http_ok(
     url: str,
     *,
     json_payload: Any = None,
-    timeout: float = 180.0,  # noqa: ASYNC109 - plug-ins pass it by this name
+    timeout: float = 180.0,
     request_timeout: float = 60.0,
     process: Process | None = None,
 ) -> None:

@@ -126,16 +126,18 @@ class RolloutManager:
         rollout_input = RolloutFnTrainInput(rollout_id, weight_version=self._weight_version)
         output = call_rollout_function(self._rollout_fn, rollout_input)
         rollout_time = time.monotonic() - start
-        samples, num_trimmed = flatten_and_trim(self._args, output.samples)
-        metrics = {
-            **(output.metrics or {}),
-            "rollout/num_groups": len(output.samples),
-            "rollout/trimmed_samples": num_trimmed,
-            "perf/rollout_time": rollout_time,
-        }
+        samples, num_trimmed = flatten_and_trim(self._args, output.samples, dp_size=self._dp_size)
+        data = convert_samples_to_train_data(self._args, samples)
+        metrics = {**(output.metrics or {}), "perf/rollout_time": rollout_time}
         if not (self._log_rollout and self._log_rollout(rollout_id, self._args, samples, metrics, rollout_time)):
-            metrics |= rollout_metrics(self._args, samples, rollout_time)
-        shards = split_train_data_by_dp(self._args, convert_samples_to_train_data(self._args, samples), self._dp_size)
+            metrics |= rollout_metrics(
+                self._args,
+                samples,
+                raw_rewards=data["raw_reward"],
+                rollout_time=rollout_time,
+                num_trimmed=num_trimmed,
+            )
+        shards = split_train_data_by_dp(self._args, data, self._dp_size)
         return GeneratedBatch(
             data_ref=[Box(ray.put(shard)) for shard in shards],
             sample_indices=[sample.index for sample in samples],

@@ -1,38 +1,39 @@
 from __future__ import annotations
 
-import threading
+import os
+import subprocess
+import sys
 
 import torch
-import torch.distributed as dist
-from miles.utils.http_utils import find_available_port
 
 from miles.utils.checksum import tensor_checksum
+from miles.utils.http_utils import find_available_port
+
+MEMBER = """
+import sys, torch, torch.distributed as dist
 from miles.utils.process_group import destroy_process_group, init_process_group
+rank = int(sys.argv[1])
+for port in PORTS:
+    group = init_process_group(
+        backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=rank, group_name="weights",
+        timeout_secs=20,
+    )
+    tensor = torch.arange(4.0) if rank == 0 else torch.zeros(4)
+    dist.broadcast(tensor, group_src=0, group=group)
+    destroy_process_group(group)
+    print(tensor.tolist())
+"""
 
 
-def test_two_members_without_a_default_group_broadcast() -> None:
-    address = f"tcp://127.0.0.1:{find_available_port(0)}"
-    received = {}
-
-    def member(rank: int) -> None:
-        group = init_process_group(
-            backend="gloo", init_method=address, world_size=2, rank=rank, group_name=f"test-{rank}"[:4], timeout_secs=20
-        )
-        tensor = torch.arange(4.0) if rank == 0 else torch.zeros(4)
-        dist.broadcast(tensor, group_src=0, group=group)
-        received[rank] = tensor
-        if rank == 0:
-            done.wait(20)
-        destroy_process_group(group)
-        done.set()
-
-    done = threading.Event()
-    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert torch.equal(received[1], torch.arange(4.0))
+def test_members_without_a_default_group_meet_broadcast_and_meet_again() -> None:
+    ports = find_available_port(0), find_available_port(0)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEMBER.replace("PORTS", repr(ports))]
+    members = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(2)
+    ]
+    outputs = [member.communicate(timeout=50)[0] for member in members]
+    assert outputs == ["[0.0, 1.0, 2.0, 3.0]\n" * 2] * 2
 
 
 def test_checksums_agree_exactly_where_values_shape_and_dtype_do() -> None:

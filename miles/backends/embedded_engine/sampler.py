@@ -1,0 +1,115 @@
+"""From logits to one token and its log-prob for each running request, vectorised over the batch.
+
+Order: penalties, min_new_tokens, temperature; log-probs are of the distribution at this point (the whole one); then
+top_k, top_p and min_p cut it, and a token is drawn by inverting the cumulative distribution at one uniform number.
+
+That number is a hash of the request's seed and the token's position, so a request draws the same numbers whatever
+runs beside it, and again after it was retracted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from miles.backends.embedded_engine.random_numbers import uniforms
+
+if TYPE_CHECKING:
+    from miles.backends.embedded_engine.request import Request
+
+
+class Sampler:
+    """Draws tokens for a fixed list of requests; made anew when requests join, leave or change rows."""
+
+    def __init__(self, requests: list[Request], device: torch.device) -> None:
+        self._requests = requests
+        self._device = device
+        params = [request.params for request in requests]
+        self._states = np.array([request.seed_state for request in requests], dtype=np.uint64)
+        self._scales = self._column([p.scale for p in params]) if any(p.scale != 1 for p in params) else None
+        greedy = [p.is_greedy for p in params]
+        self._all_greedy = all(greedy)
+        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
+        self._filtered = self._indices([p.filters and not p.is_greedy for p in params])
+        if self._filtered is not None:
+            chosen = [params[i] for i in self._filtered.tolist()]
+            self._top_k = self._column([p.top_k if p.top_k > 0 else np.inf for p in chosen])
+            self._top_p = self._column([p.top_p for p in chosen])
+            self._min_p = self._column([p.min_p for p in chosen])
+        self._penalized = [i for i, p in enumerate(params) if p.penalizes]
+        self._delayed = [i for i, r in enumerate(requests) if r.params.min_new_tokens and r.end_ids]
+
+    def sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs for the rows of `logits` [requests, vocab]."""
+        logits = logits.float()
+        if self._penalized or self._delayed:
+            logits = self._adjust(logits.clone())
+        if self._scales is not None:
+            logits = logits / self._scales
+        logprobs = torch.log_softmax(logits, dim=-1)
+        tokens = self._choose(logprobs)
+        chosen = logprobs.gather(1, tokens)
+        both = torch.cat((tokens.double(), chosen.double()), dim=1).cpu().numpy()
+        ids: list[int] = both[:, 0].astype(np.int64).tolist()
+        for i in self._penalized:
+            self._requests[i].token_counts[ids[i]] += 1
+        return ids, both[:, 1].tolist()
+
+    def _choose(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """One token for each row, [requests, 1]."""
+        if self._all_greedy:
+            return logprobs.argmax(dim=-1, keepdim=True)
+        probs = logprobs.exp()
+        if self._filtered is not None:
+            probs.index_copy_(0, self._filtered, self._cut(probs.index_select(0, self._filtered)))
+        cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+        positions = np.array([len(request.output_ids) for request in self._requests], dtype=np.uint64)
+        drawn = torch.from_numpy(uniforms(self._states, positions))[:, None].to(self._device)
+        # right=True: the first token whose cumulative probability is above the number, which has a probability itself.
+        tokens = torch.searchsorted(cumulative, drawn * cumulative[:, -1:], right=True)
+        tokens.clamp_(max=probs.shape[-1] - 1)  # only NaN logits get there
+        if self._greedy is None:
+            return tokens
+        return torch.where(self._greedy[:, None], logprobs.argmax(dim=-1, keepdim=True), tokens)
+
+    def _cut(self, probs: torch.Tensor) -> torch.Tensor:
+        """`probs` with 0 for each token that top_k, top_p or min_p leave out; each looks at the whole distribution."""
+        ordered, order = probs.sort(dim=-1, descending=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        rank = torch.arange(probs.shape[-1], device=self._device)
+        keep = (rank < self._top_k) & (before <= self._top_p) & (ordered >= ordered[:, :1] * self._min_p)
+        return torch.zeros_like(probs).scatter_(1, order, ordered * keep)
+
+    def _adjust(self, logits: torch.Tensor) -> torch.Tensor:
+        """Penalties on tokens that the output has already, and no end token before min_new_tokens."""
+        for i in self._penalized:
+            request, params = self._requests[i], self._requests[i].params
+            if request.token_counts is None:
+                request.token_counts = token_counts(request, logits.shape[-1], self._device)
+            counts, row = request.token_counts, logits[i]
+            occurs = counts > 0
+            row -= params.frequency_penalty * counts + params.presence_penalty * occurs
+            if params.repetition_penalty != 1:
+                scaled = torch.where(row < 0, row * params.repetition_penalty, row / params.repetition_penalty)
+                logits[i] = torch.where(occurs, scaled, row)
+        for i in self._delayed:
+            request = self._requests[i]
+            if len(request.output_ids) < request.params.min_new_tokens:
+                ends = [token for token in request.end_ids if token < logits.shape[-1]]
+                logits[i, ends] = -torch.inf
+        return logits
+
+    def _column(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+
+    def _indices(self, flags: list[bool]) -> torch.Tensor | None:
+        found = [i for i, flag in enumerate(flags) if flag]
+        return torch.tensor(found, device=self._device) if found else None
+
+
+def token_counts(request: Request, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """How often each token occurs in the output so far, [vocab] float32."""
+    ids = torch.tensor(request.output_ids, dtype=torch.int64, device=device)
+    return torch.bincount(ids, minlength=vocab_size).float()
