@@ -110,6 +110,15 @@ async def test_group_of_the_wrong_size_is_an_error_naming_it(monkeypatch):
             await fn(train(1))
 
 
+@virtual
+async def test_generation_that_returns_no_list_is_an_error_naming_the_group(monkeypatch):
+    async def forget_to_return(state: Any, group: list[Sample], **keywords: Any) -> None: ...
+
+    async with running(monkeypatch, forget_to_return) as fn:
+        with pytest.raises(TypeError, match=r"generating group 0 \(samples 0..1\) returned None"):
+            await fn(train())
+
+
 # ---- eval and user mistakes
 
 
