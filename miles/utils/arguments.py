@@ -19,6 +19,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import re
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 logger = logging.getLogger(__name__)
+
+_SECRET = re.compile("wandb_key|api_key|password")
 
 FLAG_MODULES = (
     "miles.rollout.flags",
@@ -312,8 +315,11 @@ def apply_config_file(args: Namespace, path: str, parser: FlagParser) -> frozens
 
 
 def format_config(args: Namespace) -> str:
-    """The values of `args` as YAML, sorted by name."""
-    return yaml.safe_dump({name: _plain(value) for name, value in vars(args).items()}, sort_keys=True, width=1000)
+    """The values of `args` as YAML, sorted by name; keys and passwords are not shown."""
+    shown = {
+        name: "(hidden)" if value and _SECRET.search(name) else _plain(value) for name, value in vars(args).items()
+    }
+    return yaml.safe_dump(shown, sort_keys=True, width=1000)
 
 
 def _plain(value: Any) -> Any:

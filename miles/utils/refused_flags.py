@@ -368,8 +368,8 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "there is no hook on trainer ranks between a rollout's data and its training step",
-        "--custom-convert-samples-to-train-data-path changes the data, --custom-megatron-before-train-step-hook-path the "
-        "step",
+        "--custom-convert-samples-to-train-data-path changes the data, --custom-megatron-before-train-step-hook-path "
+        "the step",
         (value("--rollout-data-postprocess-path"),),
     ),
     Refusal(

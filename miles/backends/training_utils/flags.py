@@ -65,7 +65,7 @@ def _add_batch_flags(parser: ArgumentParser) -> None:
         "--max-tokens-per-gpu",
         type=int,
         default=None,
-        help="Most tokens of one micro batch on one rank. Required with --use-dynamic-batch-size.",
+        help="Most tokens of one micro batch on one rank. None: only without --use-dynamic-batch-size.",
     )
     group.add_argument(
         "--log-probs-max-tokens-per-gpu",
@@ -163,8 +163,8 @@ def _add_loss_flags(parser: ArgumentParser) -> None:
         "--custom-loss-function-path",
         type=str,
         default=None,
-        help="Dotted path of fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics). Required with --loss-type "
-        "custom_loss.",
+        help="Dotted path of fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics). None: only without "
+        "--loss-type custom_loss.",
     )
     group.add_argument("--eps-clip", type=float, default=0.2, help="Lower clip range of the probability ratio.")
     group.add_argument(
