@@ -314,6 +314,12 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
             value("--tito-model", "default"),
             value("--custom-agent-function-path"),
             value("--max-seq-len", kind=int),
+        ),
+    ),
+    Refusal(
+        "it is declared by the generate function that reads it, and that is not the one chosen",
+        "--custom-generate-function-path miles.rollout.generate_hub.multi_turn.generate",
+        (
             value("--generate-max-turns", 16),
             value("--generate-tool-specs-path"),
             value("--generate-tool-call-parser"),
