@@ -290,6 +290,12 @@ def test_none_is_explained_in_the_help_of_every_flag_without_a_default(actions: 
     assert unexplained == []
 
 
+def test_help_can_be_printed(parser: FlagParser):
+    text = parser.format_help()
+    assert "--max-weight-staleness" in text
+    assert len(parser.format_usage().splitlines()) == 1
+
+
 def test_no_flag_is_declared_twice():
     names: dict[str, str] = {}
     for module in flag_modules():

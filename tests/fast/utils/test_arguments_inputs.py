@@ -92,6 +92,8 @@ class TestCheckpoint:
         [
             (["--rollout-max-context-len", "513"], "is longer than the model's context of 512 tokens"),
             (["--rollout-max-prompt-len", "512"], "leaves no room for a response in the model's context of 512"),
+            (["--rollout-max-response-len", "512"], "leaves no room for a prompt in the model's context of 512"),
+            (["--eval-max-response-len", "600"], "leaves no room for a prompt in the model's context of 512"),
             (["--eval-max-context-len", "513"], "is longer than the model's context of 512 tokens"),
             (
                 ["--rollout-max-context-len", "64", "--rollout-max-prompt-len", "64"],

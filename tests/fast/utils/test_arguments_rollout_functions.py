@@ -85,6 +85,13 @@ def test_fully_async_refuses(flags: list[str], reason: str, command_line: Comman
     assert "Instead: " in message
 
 
+def test_the_worker_cannot_evaluate(command_line: CommandLine):
+    with pytest.raises(ValueError, match="serves training only"):
+        command_line.parse("--fully-async", "--eval-function-path", ASYNC)
+    with pytest.raises(ValueError, match="Instead: --fully-async"):
+        command_line.parse("--rollout-function-path", ASYNC)
+
+
 def test_fully_async_needs_the_class_based_api(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(ENV)
     with pytest.raises(ValueError, match=rf"--fully-async needs.*{ENV} is not set.*runtime_env"):

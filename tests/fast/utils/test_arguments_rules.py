@@ -109,6 +109,7 @@ def test_the_length_of_the_run_is_required(command_line: CommandLine):
         (["--eps-clip-c", "1"], "--eps-clip-c must be greater than 1, got 1.0"),
         (["--use-tis", "--tis-clip-low", "3"], "--tis-clip-low (3.0) must not be above --tis-clip (2.0)"),
         (["--gamma", "1.5"], "--gamma must be between 0 and 1, got 1.5"),
+        (["--use-kl-loss", "--ref-load", "elsewhere"], "--ref-load: 'elsewhere' is not a directory"),
         (["--min-lr", "1"], "--min-lr (1.0) must not be above --lr"),
         (["--lr", "-1"], "--lr must be at least 0, got -1.0"),
         (["--adam-beta2", "1"], "--adam-beta2 must be in [0, 1), got 1.0"),
@@ -152,6 +153,7 @@ def test_defaults_are_filled_in(command_line: CommandLine):
     assert args.eps_clip_high == args.eps_clip == 0.2
     assert args.ref_load == args.hf_checkpoint
     assert args.rollout_num_gpus == 1
+    assert command_line.parse().rollout_max_context_len == 512, "the model's own"
     assert args.embedded_device == "cpu"
     assert args.distributed_backend == "gloo"
     assert args.expert_tensor_parallel_size == 1
@@ -161,7 +163,6 @@ def test_defaults_are_filled_in(command_line: CommandLine):
 def test_defaults_that_are_not_needed_stay_none(command_line: CommandLine):
     args = command_line.parse()
     assert args.ref_load is None
-    assert args.rollout_max_context_len is None
     assert args.rollout_max_prompt_len is None
     assert args.max_weight_staleness is None
 
@@ -210,6 +211,7 @@ def test_each_run_gets_its_own_directory(command_line: CommandLine):
         (["--gamma", "0.9"], "--gamma has no effect with --advantage-estimator grpo"),
         (["--tis-clip", "3"], "have no effect without --use-tis"),
         (["--opsm-delta", "3"], "--opsm-delta has no effect without --use-opsm"),
+        (["--ref-load", "elsewhere"], "--ref-load has no effect without --use-kl-loss"),
         (["--num-epoch", "3"], "--num-epoch has no effect: --num-rollout is given"),
         (["--max-tokens-per-gpu", "64"], "have no effect without --use-dynamic-batch-size"),
         (["--lr-decay-style", "constant", "--min-lr", "0"], "have no effect with --lr-decay-style constant"),
