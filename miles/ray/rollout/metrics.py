@@ -33,13 +33,17 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the samples that go to the trainer.
 
-    `raw_rewards` is the column `raw_reward` of the train data (None: the samples' own rewards, a missing one counted
-    as 0). `rollout_time` is the wall time of the rollout call in seconds; without it the `perf/` keys that need it
-    are left out. `num_trimmed` samples were cut off to fit the global batch size.
+    `raw_rewards` is the column `raw_reward` of the train data. Where it is None, or has another length because a custom
+    conversion made other samples, the samples' own rewards are used, a missing one counted as 0. `rollout_time` is the
+    wall time of the rollout call in seconds; without it the `perf/` keys that need it are left out. `num_trimmed`
+    samples were cut off to fit the global batch size.
     """
     if not samples:
         raise ValueError("metrics: the rollout has no samples")
-    rewards = list(raw_rewards) if raw_rewards is not None else [_number(s.get_reward_value(args)) for s in samples]
+    if raw_rewards is not None and len(raw_rewards) == len(samples):
+        rewards = list(raw_rewards)
+    else:
+        rewards = [_number(sample.get_reward_value(args)) for sample in samples]
     reward_groups = _reward_groups(rewards, samples, getattr(args, "n_samples_per_prompt", 1))
     metrics: dict[str, float] = {
         "rollout/num_groups": len(reward_groups),

@@ -166,7 +166,7 @@ def test_a_custom_conversion_is_checked() -> None:
     args = flags(custom_convert_samples_to_train_data_path="convert")
     with function_registry.temporary("convert", convert):
         data = convert_samples_to_train_data(args, [sample(0)])
-    assert (data["total_lengths"], data["extra"]) == ([3], "x")
+    assert (data["total_lengths"], data["raw_reward"], data["extra"]) == ([3], [0.5], "x")
     with (
         function_registry.temporary("convert", lambda args, samples: {"tokens": [[1]], "rewards": [1.0]}),
         pytest.raises(ValueError, match="returned no response_lengths, loss_masks"),
