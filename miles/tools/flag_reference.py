@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from miles.backends.sglang_utils.flags import router_flags, server_flags
 from miles.utils.arguments import flag_modules
 from miles.utils.flag_parser import FlagParser
-from miles.utils.refused_flags import REFUSED_FLAGS, REFUSED_VALUES
+from miles.utils.refused_flags import REFUSED_FLAGS
+from miles.utils.refused_values import REFUSED_VALUES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -222,6 +222,8 @@ def _validate(
     for module in modules:
         if hasattr(module, "check_conflicts"):
             module.check_conflicts(args)
+    if args.rollout_engine is None and cuda_device_present() and sglang_installed():
+        args.rollout_engine = "sglang"
     refused_flags.validate(args, plugin_flags)
     _choose_devices(args, given)
     for module in modules:
@@ -238,18 +240,13 @@ def _validate(
 
 
 def _choose_devices(args: Namespace, given: frozenset[str]) -> None:
-    """Fill in what depends on the machine: the engine, its device, and the trainer's communication backend."""
+    """Fill in what depends on the machine: the engine's device and the trainer's communication backend."""
     cuda = cuda_device_present()
     if args.rollout_engine is None:
+        lacking = "sglang" if cuda else "CUDA device"
         raise ValueError(
-            "--rollout-engine is required: "
-            + (
-                "SGLang servers are not available in this release"
-                if cuda and sglang_installed()
-                else "SGLang, the default, needs a CUDA device and the package sglang, and this machine has "
-                + ("no CUDA device" if not cuda else "no sglang")
-            )
-            + ". Instead: --rollout-engine embedded"
+            f"--rollout-engine is required: SGLang, the default, needs a CUDA device and the package sglang, and there "
+            f"is no {lacking} here. Instead: --rollout-engine embedded"
         )
     if args.embedded_device is None:
         args.embedded_device = "cuda" if cuda else "cpu"

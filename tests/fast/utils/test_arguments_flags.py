@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from miles.utils.arguments import flag_modules
-from miles.utils.refused_flags import REFUSED_FLAGS, REFUSED_VALUES
+from miles.utils.refused_flags import REFUSED_FLAGS
+from miles.utils.refused_values import REFUSED_VALUES
 from tests.fast.utils.command_lines import CommandLine
 
 if TYPE_CHECKING:
