@@ -36,7 +36,7 @@ from miles.utils.flag_rules import (
     require_file,
 )
 from miles.utils.misc import load_function
-from miles.utils.tracking_flags import new_run_dir
+from miles.utils.tracking_flags import make_run_dir, new_run_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -183,13 +183,17 @@ def parse_or_exit(
 ) -> Namespace:
     """`parse_args` for a driver: a mistake becomes one message on standard error and exit status 2.
 
+    The run directory is made here, so that two runs that start together get two.
+
     `driver_rules` is `validate_for_sync_driver` or `validate_for_async_driver`.
     """
     try:
-        return _parse(add_custom_arguments, argv, driver_rules)
+        args = _parse(add_custom_arguments, argv, driver_rules)
+        args.run_dir = make_run_dir(args.runs_dir)
     except ValueError as error:
         sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {error}\n")
         raise SystemExit(2) from None
+    return args
 
 
 def _parse(

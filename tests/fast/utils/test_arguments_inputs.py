@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from miles.backends.sglang_utils.flags import router_command_flags
-from miles.utils.tracking_flags import new_run_dir
+from miles.utils.tracking_flags import make_run_dir, new_run_dir
 from tests.fast.utils.command_lines import HF_CONFIG
 
 if TYPE_CHECKING:
@@ -361,7 +361,14 @@ def test_a_run_directory_is_never_used_twice(tmp_path: Path):
     now = datetime(2026, 11, 29, 18, 5, 7)
     names = []
     for _ in range(3):
-        path = new_run_dir(str(tmp_path), now)
-        tmp_path.joinpath(path).mkdir()
+        expected = new_run_dir(str(tmp_path), now)
+        path = make_run_dir(str(tmp_path), now)
+        assert path == expected
         names.append(path.rsplit("/", 1)[1])
     assert names == ["20261129-180507", "20261129-180507-1", "20261129-180507-2"]
+
+
+def test_a_run_directory_that_cannot_be_made_names_the_flag(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--runs-dir .*: cannot make"):
+        make_run_dir(str(tmp_path / "file" / "runs"))

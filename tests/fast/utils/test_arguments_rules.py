@@ -198,7 +198,10 @@ def test_ci_test_checks_weight_updates(command_line: CommandLine):
 def test_each_run_gets_its_own_directory(command_line: CommandLine):
     first = command_line.parse().run_dir
     assert first.startswith(str(command_line.directory / "runs"))
-    assert not (command_line.directory / "runs").exists(), "the driver creates it"
+    assert not (command_line.directory / "runs").exists(), "only a driver makes it"
+    runs = [parse_or_exit(argv=command_line.argv()).run_dir for _ in range(2)]
+    assert len(set(runs)) == 2
+    assert len(list((command_line.directory / "runs").iterdir())) == 2
 
 
 @pytest.mark.parametrize(
