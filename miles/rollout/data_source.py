@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles.rollout.prompt_data import load_prompt_dataset
 from miles.rollout.sample_codec import SampleCodecError, decode_sample, encode_sample
+from miles.utils.data import copy_prompt
 from miles.utils.misc import load_function
 from miles.utils.types import Sample
 
@@ -179,7 +180,7 @@ class RolloutDataSource(DataSource):
         return prompts
 
     def _number(self, prompt: Sample) -> list[Sample]:
-        group = [copy.deepcopy(prompt) for _ in range(self._n_samples_per_prompt)]
+        group = [copy_prompt(prompt) for _ in range(self._n_samples_per_prompt)]
         for sample in group:
             sample.group_index = self.sample_group_index
             sample.index = self.sample_index

@@ -6,13 +6,13 @@ the evaluation, and its error is raised.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout.generate_utils.generate_endpoint_utils import ensure_routing_key
 from miles.rollout.inference_rollout.inference_rollout_common import compute_sampling_params, generate_and_rm
 from miles.rollout.inference_rollout.sibling_tasks import gather_or_cancel
 from miles.rollout.prompt_data import eval_configs, load_eval_dataset
+from miles.utils.data import copy_prompt
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _samples(args: Namespace, dataset: Dataset, config: EvalDatasetConfig) -> li
     result: list[tuple[Sample, int]] = []
     for group_index, prompt in enumerate(dataset.samples):
         for repeat in range(config.n_samples_per_eval_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = copy_prompt(prompt)
             sample.group_index = group_index
             sample.index = len(result)
             sample.metadata = config.inject_metadata(sample.metadata)
