@@ -33,8 +33,11 @@ class RayCluster:
 
     def connect(self) -> None:
         """Start or join the cluster. Takes some seconds."""
+        joins_existing = bool(os.environ.get("RAY_ADDRESS"))
+        if not joins_existing:
+            os.environ.setdefault("MILES_HOST_IP", "127.0.0.1")
         options = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": runtime_env()}
-        if os.environ.get("RAY_ADDRESS"):
+        if joins_existing:
             ray.init(**options)
             return
         # Unix sockets live below this directory and their paths may have 107 characters at most: keep it short.
@@ -46,7 +49,7 @@ class RayCluster:
             num_cpus=max(os.cpu_count() or 1, self._num_actors),
             include_dashboard=False,
             _temp_dir=self._temp_dir,
-            _node_ip_address="127.0.0.1",
+            _node_ip_address=os.environ["MILES_HOST_IP"],
         )
 
     def disconnect(self) -> None:
