@@ -27,7 +27,7 @@ def load_prompt_dataset(args: Namespace, tokenizer: Any, processor: Any = None) 
         label_key=getattr(args, "label_key", None),
         tool_key=getattr(args, "tool_key", None),
         metadata_key=getattr(args, "metadata_key", "metadata"),
-        max_context_length=_context_length(args, "rollout_max_context_len"),
+        **_context(args, getattr(args, "rollout_max_response_len", None), "rollout_max_context_len"),
         **_common_settings(args),
     )
 
@@ -49,7 +49,7 @@ def load_eval_dataset(args: Namespace, config: EvalDatasetConfig, tokenizer: Any
         label_key=config.label_key,
         tool_key=config.tool_key,
         metadata_key=config.metadata_key,
-        max_context_length=_context_length(args, "eval_max_context_len", "rollout_max_context_len"),
+        **_context(args, config.max_response_len, "eval_max_context_len", "rollout_max_context_len"),
         **_common_settings(args),
     )
 
@@ -79,9 +79,18 @@ def _common_settings(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _context_length(args: Namespace, *flags: str) -> int | None:
-    """The first of the flags that is set, else the model's own context, in tokens; None where neither is known."""
+def _context(args: Namespace, max_response_len: int | None, *flags: str) -> dict[str, Any]:
+    """What a prompt must leave room for, in which context.
+
+    With one of the flags, answers are cut to what is left of that context, so one token is enough. Without, nothing
+    is cut, and an engine refuses a request whose prompt and whole answer exceed the model's own context.
+    """
     from miles.utils.processing_utils import model_context_length
 
     lengths = [length for flag in flags if (length := getattr(args, flag, None)) is not None]
-    return lengths[0] if lengths else model_context_length(args.hf_checkpoint)
+    if lengths:
+        return {"max_context_length": lengths[0]}
+    return {
+        "max_context_length": getattr(args, "sglang_context_length", None) or model_context_length(args.hf_checkpoint),
+        "response_length": max_response_len or 1,
+    }
