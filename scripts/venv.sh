@@ -3,6 +3,8 @@
 #   make_venv ROOT [EXTRA]   makes ROOT/.venv with the pinned dependencies and miles itself (editable), with the extra
 #                            (test or dev) when one is named, and sets VENV_PYTHON to its interpreter.
 #
+# MILES_SKIP_VENV=1 makes nothing and uses the `python` on PATH as it is: for images and environments that have it all.
+#
 # When nothing changed since the last time it costs a few milliseconds: a stamp in .venv holds a hash of everything that
 # decides what is installed. pip runs with the user's own settings (index, certificates, proxies, caches).
 # Several calls at once are safe: one installs, the others wait for it.
@@ -70,6 +72,10 @@ install_venv() {
 
 make_venv() {
     local root=$1 extra=${2:-base}
+    if [ -n "${MILES_SKIP_VENV:-}" ]; then
+        VENV_PYTHON=python
+        return 0
+    fi
     VENV_PYTHON="$root/.venv/bin/python"
     venv_is_current "$root" "$extra" && return 0
     mkdir -p "$root/.cache" || return 1

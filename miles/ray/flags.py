@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from miles.utils.flag_rules import json_value, require, require_positive
+from miles.utils.flag_rules import require, require_positive
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -38,12 +38,6 @@ def _add_cluster_flags(parser: ArgumentParser) -> None:
     )
     group.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="GPUs of one engine.")
     group.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs of one node.")
-    group.add_argument(
-        "--train-env-vars",
-        type=json_value,
-        default="{}",
-        help="JSON object of environment variables for the trainer's processes.",
-    )
 
 
 def _add_weight_flags(parser: ArgumentParser) -> None:
@@ -86,8 +80,6 @@ def resolve(args: Namespace) -> None:
     """Fill in the defaults that depend on other flags."""
     if args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
-    if isinstance(args.train_env_vars, str):
-        args.train_env_vars = json_value(args.train_env_vars)
     if args.ci_test and not args.ci_disable_weight_update_checker:
         args.check_weight_update_equal = True
 
@@ -108,10 +100,6 @@ def validate(args: Namespace) -> None:
         args.rollout_num_gpus % args.rollout_num_gpus_per_engine == 0,
         f"--rollout-num-gpus {args.rollout_num_gpus} does not divide into engines of --rollout-num-gpus-per-engine "
         f"{args.rollout_num_gpus_per_engine}",
-    )
-    require(
-        isinstance(args.train_env_vars, dict) and all(isinstance(value, str) for value in args.train_env_vars.values()),
-        f"--train-env-vars must be a JSON object of strings, got {args.train_env_vars!r}",
     )
 
 

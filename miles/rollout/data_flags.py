@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from miles.utils.flag_rules import flag_name, json_value, require, require_file, require_not_negative, require_positive
+from miles.utils.eval_config import resolve_eval_datasets
+from miles.utils.flag_rules import json_value, require, require_file, require_not_negative, require_positive
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -99,13 +100,13 @@ def _add_eval_flags(parser: ArgumentParser) -> None:
         type=str,
         nargs="+",
         default=None,
-        help="Pairs NAME PATH of evaluation data sets. None: see --eval-config.",
+        help="Evaluation data sets, as pairs NAME PATH (or one PATH alone). None: see --eval-config.",
     )
     group.add_argument(
         "--eval-config",
         type=str,
         default=None,
-        help="YAML file with `defaults` and `datasets`; wins over --eval-prompt-data. None: no file.",
+        help="YAML file with `defaults` and `datasets`, instead of --eval-prompt-data. None: no file.",
     )
     group.add_argument(
         "--skip-eval-before-train", action="store_true", default=False, help="Do not evaluate before the first step."
@@ -145,8 +146,7 @@ def check_data_file(flag: str, path: str) -> None:
 
 def resolve(args: Namespace) -> None:
     """Fill in the defaults that depend on other flags."""
-    if isinstance(args.apply_chat_template_kwargs, str):
-        args.apply_chat_template_kwargs = json_value(args.apply_chat_template_kwargs)
+    args.eval_datasets = resolve_eval_datasets(args)
 
 
 def validate(args: Namespace) -> None:
@@ -170,22 +170,16 @@ def validate(args: Namespace) -> None:
 def _validate_eval(args: Namespace) -> None:
     require_positive(args, "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len", "eval_max_prompt_len")
     require_not_negative(args, "eval_temperature", "eval_min_new_tokens")
-    pairs = args.eval_prompt_data or []
-    require(
-        len(pairs) % 2 == 0,
-        f"--eval-prompt-data takes pairs NAME PATH, got {len(pairs)} values: {' '.join(pairs)}",
-    )
-    names = pairs[0::2]
-    require(len(set(names)) == len(names), f"--eval-prompt-data: a name is used twice: {' '.join(names)}")
-    if args.eval_config is not None:
-        require_file("--eval-config", args.eval_config, "the evaluation configuration")
-    else:
-        for name, path in zip(names, pairs[1::2], strict=True):
-            check_data_file(f"--eval-prompt-data {name}", path)
+    for dataset in args.eval_datasets:
+        check_data_file(f"evaluation data set {dataset.name}", dataset.path)
+        if dataset.rm_type is not None:
+            from miles.rollout.rm_hub import check_rm_type
+
+            check_rm_type(dataset.rm_type)
     if args.eval_interval is None:
         return
     require(
-        bool(pairs) or args.eval_config is not None or args.eval_function_path is not None,
+        bool(args.eval_datasets) or args.eval_function_path is not None,
         "--eval-interval needs something to evaluate: --eval-prompt-data NAME PATH, or --eval-config",
     )
     require(
@@ -199,7 +193,5 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
     if args.eval_interval is None and given & {"eval_prompt_data", "eval_config", "eval_function_path"}:
         yield "evaluation is configured but never runs: --eval-interval is not set"
-    if args.eval_config is not None and args.eval_prompt_data:
-        yield f"{flag_name('eval_prompt_data')} has no effect: --eval-config is given"
     if args.apply_chat_template_kwargs and not args.apply_chat_template:
         yield "--apply-chat-template-kwargs has no effect without --apply-chat-template"

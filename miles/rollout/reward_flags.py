@@ -11,18 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PLUGIN_PATHS = ("custom_rm_path", "custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
-RM_TYPES = (
-    "remote_rm",
-    "deepscaler",
-    "dapo",
-    "math",
-    "f1",
-    "gpqa",
-    "random",
-    "deterministic_random",
-)
-"""The types that `miles.rollout.rm_hub` registers; a test holds the two lists equal."""
-BOXED_PREFIX = "boxed_"
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -32,8 +20,9 @@ def add_flags(parser: ArgumentParser) -> None:
         "--rm-type",
         type=str,
         default=None,
-        help=f"Built-in reward: {', '.join(RM_TYPES)}; with the prefix {BOXED_PREFIX} the answer inside \\boxed{{}} is "
-        "scored. None: the sample's metadata['rm_type'], or --custom-rm-path.",
+        help="Built-in reward: math, dapo, deepscaler, f1, gpqa, random, deterministic_random or remote_rm; with the "
+        "prefix boxed_ the content of the last \\boxed{} is scored. None: the sample's metadata['rm_type'], or "
+        "--custom-rm-path.",
     )
     group.add_argument(
         "--custom-rm-path",
@@ -80,20 +69,13 @@ def resolve(args: Namespace) -> None:
         args.eval_reward_key = args.reward_key
 
 
-def check_rm_type(rm_type: str, where: str = "--rm-type") -> None:
-    """Raise ValueError, listing the known types, unless `rm_type` is one of them."""
-    require(
-        rm_type.removeprefix(BOXED_PREFIX) in RM_TYPES,
-        f"{where}: unknown reward type {rm_type!r}; known: {', '.join(RM_TYPES)}, each also with the prefix "
-        f"{BOXED_PREFIX}. A reward of your own: --custom-rm-path",
-    )
-
-
 def validate(args: Namespace) -> None:
     """Raise ValueError where the values break a rule."""
     if args.rm_type is not None:
+        from miles.rollout.rm_hub import check_rm_type
+
         check_rm_type(args.rm_type)
-        if args.rm_type.removeprefix(BOXED_PREFIX) == "remote_rm":
+        if args.rm_type.removeprefix("boxed_") == "remote_rm":
             require(bool(args.rm_url), "--rm-type remote_rm needs --rm-url, the URL that scores a response")
 
 

@@ -15,6 +15,7 @@ Nothing heavy is imported: torch, Ray and SGLang start only after the command li
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import os
@@ -256,6 +257,8 @@ def _choose_devices(args: Namespace, given: frozenset[str]) -> None:
             if "distributed_backend" in given:
                 raise ValueError("--distributed-backend nccl: this machine has no CUDA device. Instead: gloo")
             args.distributed_backend = "gloo"
+    elif args.distributed_backend == "gloo":
+        raise ValueError("--distributed-backend gloo: the trainer uses nccl on CUDA devices. Instead: drop the flag")
 
 
 def _check_plugins(args: Namespace, given: frozenset[str], modules: list[ModuleType]) -> None:
@@ -315,6 +318,8 @@ def format_config(args: Namespace) -> str:
 
 def _plain(value: Any) -> Any:
     """`value` as YAML can write it; what it cannot is shown as text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -12,6 +12,8 @@ import argparse
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from miles.utils.flag_rules import json_value
+
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterator
@@ -203,6 +205,11 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
+        "every data-parallel rank keeps the whole optimizer state",
+        "drop the flag; results are the same",
+        (switch("--use-distributed-optimizer"),),
+    ),
+    Refusal(
         "the model is not split over ranks",
         "drop the flag; --actor-num-gpus-per-node sets the number of data-parallel ranks",
         (
@@ -346,14 +353,24 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "checkpoints are written at once, all of them are kept, and they resume everything in them",
-        "--save with --save-interval and --load; --start-rollout-id; delete old sets outside the run",
+        "checkpoints are written at once, and all of them are kept",
+        "--save with --save-interval; delete old sets outside the run",
         (
             switch("--async-save"),
             value("--save-retain-interval", kind=int),
             value("--ref-ckpt-step", kind=int),
-            switch("--reset-optimizer-states"),
         ),
+    ),
+    Refusal(
+        "trainer processes have the environment of Ray's workers",
+        "environment variables of the shell, or Ray's runtime_env",
+        (RefusedFlag("--train-env-vars", {}, {"type": json_value}),),
+    ),
+    Refusal(
+        "there is no hook on trainer ranks between a rollout's data and its training step",
+        "--custom-convert-samples-to-train-data-path changes the data, --custom-megatron-before-train-step-hook-path the "
+        "step",
+        (value("--rollout-data-postprocess-path"),),
     ),
     Refusal(
         "the reference policy stays what --ref-load says",
@@ -381,16 +398,10 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "TensorBoard events go to the run directory",
-        "--runs-dir, and `tensorboard --logdir <runs-dir>`",
-        (value("--tb-project-name"), value("--tb-experiment-name")),
-    ),
-    Refusal(
         "this breakdown of metrics is not available",
         "--custom-rollout-log-function-path and --custom-eval-rollout-log-function-path with a function of your own",
         (
             switch("--log-multi-turn"),
-            switch("--log-passrate"),
             value("--log-reward-category"),
             switch("--log-correct-samples"),
         ),
@@ -513,9 +524,6 @@ REFUSED_VALUES: tuple[RefusedValue, ...] = (
     RefusedValue("--update-weight-transfer-mode", _only("broadcast"), "weights travel by broadcast only", "broadcast"),
     RefusedValue("--qkv-format", _only("thd"), "micro batches are packed without padding", "thd"),
     RefusedValue("--megatron-to-hf-mode", _only("raw"), "megatron-bridge is not used", "raw"),
-    RefusedValue(
-        "--transformer-impl", _only("local"), "Transformer Engine layers are not available yet", "local (the default)"
-    ),
     RefusedValue(
         "--hidden-dropout",
         _only(0.0),

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 NO_EFFECT = {
     "wandb_always_use_train_step": "every metric of a step is logged at one step number anyway",
-    "use_tensorboard": "TensorBoard events are always written to the run directory",
 }
 
 
@@ -48,8 +47,22 @@ def add_flags(parser: ArgumentParser) -> None:
         "plug-ins. None: no file.",
     )
     run.add_argument(
-        "--use-tensorboard", action="store_true", default=False, help="Write TensorBoard events (always on)."
+        "--log-passrate", action="store_true", default=False, help="Report pass@k of the groups of each batch."
     )
+    tensorboard = parser.add_argument_group("TensorBoard")
+    tensorboard.add_argument(
+        "--use-tensorboard",
+        action="store_true",
+        default=False,
+        help="Write events to tensorboard/ in the run directory",
+    )
+    for name in ("project", "experiment"):
+        tensorboard.add_argument(
+            f"--tb-{name}-name",
+            type=str,
+            default=None,
+            help=f"Name of the {name}: a directory below tensorboard/. None: no such directory.",
+        )
     wandb = parser.add_argument_group("Weights & Biases")
     wandb.add_argument("--use-wandb", action="store_true", default=False, help="Log metrics to Weights & Biases.")
     wandb.add_argument(

@@ -21,16 +21,11 @@ PLUGIN_PATHS = (
 )
 NO_EFFECT = {
     "sequence_parallel": "it splits activations over tensor-parallel ranks, and there is one",
-    "accumulate_allreduce_grads_in_fp32": "gradients are always accumulated and reduced in fp32",
     "attention_softmax_in_fp32": "the attention kernel computes its softmax in fp32 anyway",
     "attention_backend": "PyTorch's scaled_dot_product_attention chooses its kernel itself",
-    "recompute_granularity": "activations are kept; recomputation only saves memory",
-    "recompute_method": "activations are kept; recomputation only saves memory",
-    "recompute_num_layers": "activations are kept; recomputation only saves memory",
     "optimizer_cpu_offload": "optimizer states stay on the trainer's device; offloading only saves memory",
     "overlap_cpu_optimizer_d2h_h2d": "optimizer states stay on the trainer's device",
     "use_precision_aware_optimizer": "optimizer states are always fp32",
-    "use_distributed_optimizer": "each rank keeps the whole optimizer state; distributing it only saves memory",
     "gradient_accumulation_fusion": "this kernel fusion is off already",
     "apply_rope_fusion": "this kernel fusion is off already",
     "moe_permute_fusion": "dense models have no experts",
@@ -78,7 +73,7 @@ def _add_parallel_flags(parser: ArgumentParser) -> None:
         "--distributed-backend",
         type=str,
         default="nccl",
-        help="torch.distributed backend of the trainer: nccl or gloo. Without a CUDA device the default is gloo.",
+        help="torch.distributed backend: nccl with a CUDA device (needs it), gloo without.",
     )
     group.add_argument(
         "--distributed-timeout-minutes", type=int, default=10, help="Longest wait of a collective operation, minutes."
@@ -98,9 +93,10 @@ def _add_parallel_flags(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--transformer-impl",
-        default="local",
+        default=None,
         choices=["local", "transformer_engine"],
-        help="Layers that the model is built from; local: megatron-core's own.",
+        help="Layers that the model is built from. local: megatron-core's own. None: Transformer Engine's where there "
+        "is a CUDA device and the package is installed, else local.",
     )
 
 
@@ -113,7 +109,7 @@ def _add_precision_flags(parser: ArgumentParser) -> None:
         "--accumulate-allreduce-grads-in-fp32",
         action="store_true",
         default=False,
-        help="Accumulate and reduce gradients in fp32.",
+        help="Accumulate and reduce gradients in fp32 (as with --bf16 anyway).",
     )
     group.add_argument(
         "--attention-softmax-in-fp32", action="store_true", default=False, help="Compute attention's softmax in fp32."
@@ -160,7 +156,6 @@ def _add_memory_flags(parser: ArgumentParser) -> None:
         ("--optimizer-cpu-offload", "Keep optimizer states in CPU memory."),
         ("--overlap-cpu-optimizer-d2h-h2d", "Overlap the copies of an offloaded optimizer with its arithmetic."),
         ("--use-precision-aware-optimizer", "Choose the precision of each optimizer state."),
-        ("--use-distributed-optimizer", "Share optimizer states over data-parallel ranks."),
         ("--moe-permute-fusion", "Fuse the permutation of tokens to experts."),
         ("--moe-enable-deepep", "Dispatch tokens to experts with DeepEP."),
     ):
@@ -256,6 +251,12 @@ def _add_checkpoint_flags(parser: ArgumentParser) -> None:
         help="Save weights only; optimizer and schedule then start anew on --load.",
     )
     group.add_argument(
+        "--reset-optimizer-states",
+        action="store_true",
+        default=False,
+        help="With --load: take the weights, start optimizer and schedule anew.",
+    )
+    group.add_argument(
         "--start-rollout-id",
         type=int,
         default=None,
@@ -306,6 +307,11 @@ def validate(args: Namespace) -> None:
     require(
         args.lr_warmup_fraction is None or args.lr_warmup_iters == 0,
         "--lr-warmup-fraction and --lr-warmup-iters exclude each other",
+    )
+    require(
+        args.transformer_impl != "transformer_engine" or importlib.util.find_spec("transformer_engine") is not None,
+        "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed. "
+        "Instead: local",
     )
     _validate_checkpoints(args)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from miles.backends.megatron_utils.hf_config import HFModelConfig
 from miles.utils.flag_rules import require
 
 if TYPE_CHECKING:
@@ -66,65 +66,58 @@ def add_flags(parser: ArgumentParser) -> None:
     group.add_argument("--seq-length", type=int, default=None, help="Length that Megatron allocates for. None: unset.")
 
 
-def read_hf_config(directory: str) -> dict[str, Any]:
-    """config.json of the checkpoint, after checking that the directory is one.
+def read_hf_config(directory: str) -> HFModelConfig:
+    """The model's shape, after checking that `directory` is a checkpoint.
 
-    Raises ValueError for a missing directory, config.json or tokenizer, and for a config.json that is not JSON.
+    Raises ValueError for a missing directory, config.json or tokenizer, and for a model that cannot be built.
     """
     require(
         os.path.isdir(directory),
         f"--hf-checkpoint: {directory!r} is not a directory (current directory: {os.getcwd()}). "
         "Download the model first, for example with `hf download NAME --local-dir DIRECTORY`",
     )
-    path = os.path.join(directory, "config.json")
-    require(os.path.isfile(path), f"--hf-checkpoint: {directory!r} has no config.json; it is not a model checkpoint")
+    try:
+        hf = HFModelConfig.from_dir(directory)
+    except ValueError as error:
+        raise ValueError(f"--hf-checkpoint: {error}") from error
     require(
         any(os.path.isfile(os.path.join(directory, name)) for name in TOKENIZER_FILES),
         f"--hf-checkpoint: {directory!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
     )
-    with open(path, encoding="utf-8") as file:
-        try:
-            config = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"--hf-checkpoint: {path} is not valid JSON: {error}") from error
-    require(isinstance(config, dict), f"--hf-checkpoint: {path} does not hold a JSON object")
-    return dict(config)
+    return hf
 
 
-def shape_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says about each shape flag, by dest. A dest that it does not decide is absent."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    model_type = config.get("model_type")
-    shape = {
-        "num_layers": config.get("num_hidden_layers"),
-        "hidden_size": width,
-        "ffn_hidden_size": config.get("intermediate_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "kv_channels": config.get("head_dim") or (width // heads if width and heads else None),
-        "vocab_size": config.get("vocab_size"),
-        "max_position_embeddings": config.get("max_position_embeddings"),
-        "norm_epsilon": config.get("rms_norm_eps"),
-        "rotary_base": rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+def shape_of(hf: HFModelConfig) -> dict[str, Any]:
+    """What config.json says about each shape flag, by dest."""
+    return {
+        "num_layers": hf.num_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": hf.num_heads,
+        "num_query_groups": hf.num_kv_heads,
+        "kv_channels": hf.head_dim,
+        "vocab_size": hf.vocab_size,
+        "max_position_embeddings": hf.max_position_embeddings,
+        "norm_epsilon": hf.rms_norm_eps,
+        "rotary_base": hf.rope_theta,
         "rotary_percent": 1.0,
-        "group_query_attention": (config.get("num_key_value_heads") or heads) != heads,
+        "group_query_attention": hf.num_kv_heads != hf.num_heads,
         "use_rotary_position_embeddings": True,
-        "swiglu": config.get("hidden_act", "silu") == "silu",
-        "disable_bias_linear": not config.get("mlp_bias", False),
-        "add_qkv_bias": model_type == "qwen2" or bool(config.get("attention_bias", False)),
-        "qk_layernorm": model_type == "qwen3",
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "add_qkv_bias": hf.qkv_bias,
+        "qk_layernorm": hf.qk_norm,
+        "untie_embeddings_and_output_weights": not hf.tie_word_embeddings,
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
     }
-    return {dest: value for dest, value in shape.items() if value is not None}
 
 
 def validate(args: Namespace) -> None:
     """Raise ValueError where a shape flag disagrees with config.json, or the context is longer than the model's."""
-    config = read_hf_config(args.hf_checkpoint)
-    shape = shape_of(config)
+    hf = read_hf_config(args.hf_checkpoint)
+    limit = hf.max_position_embeddings
+    shape = shape_of(hf)
     for dest, expected in shape.items():
         value = getattr(args, dest)
         if value is None or _same(value, expected):
@@ -135,18 +128,17 @@ def validate(args: Namespace) -> None:
             f"{given} disagrees with {os.path.join(args.hf_checkpoint, 'config.json')}, which says {expected}. The "
             f"checkpoint decides the shape. Instead: drop {flag}"
         )
-    limit = shape.get("max_position_embeddings")
     for dest in ("rollout_max_context_len", "eval_max_context_len"):
         value = getattr(args, dest)
         require(
-            value is None or limit is None or value <= limit,
+            value is None or value <= limit,
             f"--{dest.replace('_', '-')} {value} is longer than the model's context of {limit} tokens "
             "(max_position_embeddings in config.json)",
         )
     for dest in ("rollout_max_prompt_len", "eval_max_prompt_len"):
         value = getattr(args, dest)
         require(
-            value is None or limit is None or value < limit,
+            value is None or value < limit,
             f"--{dest.replace('_', '-')} {value} leaves no room for a response in the model's context of {limit} "
             "tokens (max_position_embeddings in config.json)",
         )

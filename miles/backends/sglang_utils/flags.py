@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles.utils.flag_rules import require, require_positive
+from miles.utils.flag_rules import flag_name, require, require_positive
+from miles.utils.network import is_port_available
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -140,14 +141,13 @@ def add_flags(parser: ArgumentParser) -> None:
         "--sglang-router-ip",
         type=str,
         default=None,
-        help="Address of a router that runs already; needs --sglang-router-port. None: each run starts its own on "
-        "loopback.",
+        help="Address of this machine that the run's router listens on. None: the one other machines reach it by.",
     )
     group.add_argument(
         "--sglang-router-port",
         type=int,
         default=None,
-        help="Port of the router. None: a free one.",
+        help="Port that the router listens on. None: a free one.",
     )
     group.add_argument(
         "--sglang-router-policy",
@@ -170,16 +170,24 @@ def add_flags(parser: ArgumentParser) -> None:
         flag.add_to(server, "sglang", "SGLang")
 
 
-def require_free_port(flag: str, port: int, host: str = "127.0.0.1") -> None:
+def require_free_port(flag: str, port: int, host: str) -> None:
     """Raise ValueError unless a server could listen on `port`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    require(
+        is_port_available(port, host),
+        f"{flag} {port}: the port is in use on {host}. Instead: choose another port, or drop {flag} to use a free one",
+    )
+
+
+def _require_local_address(ip: str) -> None:
+    """Raise ValueError unless a server of this machine could listen on `ip`."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
-            probe.bind((host, port))
+            probe.bind((ip, 0))
         except OSError as error:
             raise ValueError(
-                f"{flag} {port}: the port cannot be used on {host} ({error.strerror}). Instead: choose another "
-                f"port, or drop {flag} to use a free one"
+                f"--sglang-router-ip {ip}: not an address of this machine ({error.strerror}), and a router that runs "
+                "elsewhere is not available yet. Instead: drop the flag, and the run starts its own router"
             ) from error
 
 
@@ -191,15 +199,13 @@ def validate(args: Namespace) -> None:
         require(
             port is None or 0 < port < 65536, f"--{dest.replace('_', '-')} must be a port from 1 to 65535, got {port}"
         )
+    host = args.sglang_router_ip or "127.0.0.1"
     if args.sglang_router_ip is not None:
-        require(
-            args.sglang_router_port is not None,
-            "--sglang-router-ip names a router that runs already, so it needs --sglang-router-port",
-        )
-    elif args.sglang_router_port is not None:
-        require_free_port("--sglang-router-port", args.sglang_router_port)
+        _require_local_address(args.sglang_router_ip)
+    if args.sglang_router_port is not None:
+        require_free_port("--sglang-router-port", args.sglang_router_port, host)
     if args.router_prometheus_port is not None:
-        require_free_port("--router-prometheus-port", args.router_prometheus_port)
+        require_free_port("--router-prometheus-port", args.router_prometheus_port, args.router_prometheus_host or host)
     if args.rollout_engine == "sglang":
         require(
             args.pause_generation_mode != "in_place" or args.sglang_disable_radix_cache,
@@ -216,7 +222,6 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
         idle = sorted(f"--sglang-{passed[dest][2:]}" for dest in given if dest in passed)
         if idle:
             yield f"no effect with --rollout-engine embedded, which is not SGLang: {', '.join(idle)}"
-    if args.sglang_router_ip is not None:
-        idle = sorted("--" + dest.replace("_", "-") for dest in given if dest.startswith("router_"))
-        if idle:
-            yield f"no effect with --sglang-router-ip, since no router is started: {', '.join(idle)}"
+    idle = sorted(flag_name(dest) for dest in given if dest.startswith(("router_retry_", "router_cb_")))
+    if idle:
+        yield f"no effect, since miles' own client decides what is sent again: {', '.join(idle)}"

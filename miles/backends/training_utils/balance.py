@@ -37,7 +37,7 @@ def balanced_partition(lengths: Sequence[int], num_parts: int, *, equal_size: bo
     are ascending within a part, and parts are ordered by their first index, so the result is deterministic.
 
     >>> balanced_partition([8, 7, 6, 5, 4], 2)
-    [[0, 3], [1, 2, 4]]
+    [[0, 2], [1, 3, 4]]
 
     Raises ValueError for fewer lengths than parts, or with `equal_size` for a count that `num_parts` does not divide.
     """

@@ -14,7 +14,6 @@ PLUGIN_PATHS = (
     "custom_loss_function_path",
     "custom_tis_function_path",
     "custom_pg_loss_reducer_function_path",
-    "rollout_data_postprocess_path",
 )
 NO_EFFECT = {
     "log_probs_chunk_size": "log-probabilities are computed one micro batch at a time; it only bounds memory",
@@ -100,12 +99,6 @@ def _add_batch_flags(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--log-probs-chunk-size", type=int, default=-1, help="Rows of logits handled at once. -1: all of a micro batch."
-    )
-    group.add_argument(
-        "--rollout-data-postprocess-path",
-        type=str,
-        default=None,
-        help="Dotted path of fn(args), called on every trainer rank when a rollout's data has arrived. None: nothing.",
     )
 
 

@@ -13,8 +13,10 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_CHUNK_ELEMENTS = 1 << 24
-"""Logits that are worked on at once; bounds the temporary memory (64 MiB a float32 temporary)."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 20}
+"""Logits that are worked on at once: on a CPU few enough for its cache (4 MiB a float32 temporary)."""
+_DEFAULT_CHUNK_ELEMENTS = 1 << 25
+"""Elsewhere enough to keep a GPU busy; bounds the temporary memory (128 MiB a float32 temporary)."""
 _LOG_ZERO = -1e4
 """Stands for log 0, whose exponential is 0 in float32: a masked vocabulary entry (logit -inf) must not give NaN."""
 
@@ -44,9 +46,9 @@ def response_log_probs(
     positions = _predicted_positions(total_lengths, response_lengths, logits.shape[0], tokens.shape[0])
     targets = torch.tensor(positions, dtype=torch.int64).to(logits.device)
     divisor = temperature if temperature > 0 else 1.0
-    log_probs, entropies = _TokenLogProbs.apply(logits, targets - 1, tokens[targets], divisor, with_entropy)
+    log_probs, entropies = _TokenLogProbs.apply(logits, targets - 1, tokens[targets], divisor, with_entropy)  # type: ignore[no-untyped-call]
     lengths = list(response_lengths)
-    return list(log_probs.split(lengths)), list(entropies.split(lengths)) if with_entropy else None
+    return list(torch.split(log_probs, lengths)), list(torch.split(entropies, lengths)) if with_entropy else None
 
 
 def response_values(
@@ -59,7 +61,7 @@ def response_values(
     values = values.reshape(-1)
     positions = _predicted_positions(total_lengths, response_lengths, values.shape[0], values.shape[0])
     rows = torch.tensor(positions, dtype=torch.int64).to(values.device) - 1
-    return list(values[rows].float().split(list(response_lengths)))
+    return list(torch.split(values[rows].float(), list(response_lengths)))
 
 
 def _predicted_positions(
@@ -99,7 +101,7 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs = torch.empty(rows.shape[0], dtype=torch.float32, device=logits.device)
         log_norms = torch.empty_like(log_probs)
         entropies = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
-        for chunk in _chunks(rows.shape[0], logits.shape[1]):
+        for chunk in _chunks(rows.shape[0], logits):
             scaled = _scaled_rows(logits, rows[chunk], divisor)
             log_norms[chunk] = torch.logsumexp(scaled, dim=-1)
             log_probs[chunk] = scaled.gather(1, targets[chunk, None]).squeeze(1) - log_norms[chunk]
@@ -120,7 +122,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None, None]:
         logits, rows, targets, log_norms, entropies = ctx.saved_tensors
         grad = torch.zeros_like(logits)
-        for chunk in _chunks(rows.shape[0], logits.shape[1]):
+        for chunk in _chunks(rows.shape[0], logits):
             log_p = _scaled_rows(logits, rows[chunk], ctx.divisor).sub_(log_norms[chunk, None])
             weight = -grad_log_probs[chunk, None]
             if ctx.with_entropy:
@@ -138,6 +140,7 @@ def _scaled_rows(logits: torch.Tensor, rows: torch.Tensor, divisor: float) -> to
     return scaled.div_(divisor) if divisor != 1.0 else scaled
 
 
-def _chunks(num_rows: int, row_size: int) -> list[slice]:
-    step = max(1, _CHUNK_ELEMENTS // row_size)
+def _chunks(num_rows: int, logits: torch.Tensor) -> list[slice]:
+    elements = _CHUNK_ELEMENTS.get(logits.device.type, _DEFAULT_CHUNK_ELEMENTS)
+    step = max(1, elements // logits.shape[1])
     return [slice(start, start + step) for start in range(0, num_rows, step)]

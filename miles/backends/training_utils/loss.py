@@ -96,7 +96,7 @@ def policy_loss(
     pg_loss, clipped = clipped_objective(
         ppo_kl, advantages, eps_low=config.eps_clip, eps_high=config.eps_clip_high, dual_clip=config.eps_clip_c
     )
-    pg_loss = layout.masked(pg_loss)
+    pg_loss = torch.where(torch.isfinite((old - current).detach()), layout.masked(pg_loss), 0.0)
     per_token: dict[str, torch.Tensor] = {"pg_clipfrac": clipped, "ppo_kl": ppo_kl}
 
     if config.use_opsm:

@@ -30,7 +30,7 @@ class PackedBatch:
     def unpack(self) -> list[torch.Tensor]:
         """The token lists again, as views: B tensors [L_i]."""
         row = self.tokens[0, : sum(self.total_lengths)]
-        return list(row.split(list(self.total_lengths)))
+        return list(torch.split(row, list(self.total_lengths)))
 
 
 def pack(

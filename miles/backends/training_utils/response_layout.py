@@ -31,6 +31,8 @@ class ResponseLayout:
         """
         lengths = tuple(int(length) for length in batch["response_lengths"])
         names = tuple(batch.get("sample_indices") or range(len(lengths)))
+        if len(names) != len(lengths):
+            raise ValueError(f"sample_indices: {len(names)} entries for {len(lengths)} samples")
         mask = _flatten("loss_masks", batch.get("loss_masks"), lengths, names, "the loss")
         return cls(lengths=lengths, names=names, mask=mask.detach().to(device))
 
@@ -48,11 +50,12 @@ class ResponseLayout:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """[N] -> B tensors [R_i]."""
-        return list(flat.split(list(self.lengths)))
+        return list(torch.split(flat, list(self.lengths)))
 
     def sum_by_sample(self, flat: torch.Tensor) -> torch.Tensor:
         """[N] -> [B]; added up sample by sample, so the result does not depend on the order of GPU threads."""
-        return torch.stack([part.sum() for part in self.split(flat)])
+        lengths = torch.tensor(self.lengths, device=flat.device)
+        return torch.segment_reduce(flat, "sum", lengths=lengths, initial=0)
 
     def masked_mean_by_sample(self, flat: torch.Tensor) -> torch.Tensor:
         """[N] -> [B]: sum(m * x) / max(sum(m), 1)."""

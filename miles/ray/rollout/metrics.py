@@ -33,17 +33,20 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the samples that go to the trainer.
 
-    `raw_rewards` is the column `raw_reward` of the train data (None: the samples' own rewards, a missing one counted
-    as 0). `rollout_time` is the wall time of the rollout call in seconds; without it the `perf/` keys that need it
-    are left out. `num_trimmed` samples were cut off to fit the global batch size.
+    `raw_rewards` is the column `raw_reward` of the train data. Where it is None, or has another length because a custom
+    conversion made other samples, the samples' own rewards are used, a missing one counted as 0. `rollout_time` is the
+    wall time of the rollout call in seconds; without it the `perf/` keys that need it are left out. `num_trimmed`
+    samples were cut off to fit the global batch size.
     """
     if not samples:
         raise ValueError("metrics: the rollout has no samples")
-    rewards = list(raw_rewards) if raw_rewards is not None else [_number(s.get_reward_value(args)) for s in samples]
-    groups = groups_by_index(samples, _divisor(len(samples), getattr(args, "n_samples_per_prompt", 1)))
-    reward_groups = [[rewards[i] for i in members] for members in groups]
+    if raw_rewards is not None and len(raw_rewards) == len(samples):
+        rewards = list(raw_rewards)
+    else:
+        rewards = [_number(sample.get_reward_value(args)) for sample in samples]
+    reward_groups = _reward_groups(rewards, samples, getattr(args, "n_samples_per_prompt", 1))
     metrics: dict[str, float] = {
-        "rollout/num_groups": len(groups),
+        "rollout/num_groups": len(reward_groups),
         "rollout/num_samples": len(samples),
         "rollout/trimmed_samples": num_trimmed,
         "rollout/raw_reward": fmean(rewards),
@@ -74,14 +77,17 @@ def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict
         rewards = [_number(value) for value in raw]
         metrics[f"eval/{name}"] = fmean(rewards)
         metrics[f"eval/{name}-none_reward_ratio"] = fmean(_is_missing(value) for value in raw)
-        truncated = result.get("truncated")
-        if truncated:
-            metrics[f"eval/{name}-truncated_ratio"] = fmean(bool(value) for value in truncated)
         samples = result.get("samples")
-        if samples:
-            metrics |= _prefixed(f"eval/{name}/", sample_statistics(samples))
+        statistics_of_samples = sample_statistics(samples) if samples else {}
+        truncated_ratio = statistics_of_samples.pop("truncated_ratio", None)
+        if result.get("truncated"):
+            truncated_ratio = fmean(bool(value) for value in result["truncated"])
+        if truncated_ratio is not None:
+            metrics[f"eval/{name}-truncated_ratio"] = truncated_ratio
+        metrics |= _prefixed(f"eval/{name}/", statistics_of_samples)
         if getattr(args, "log_passrate", False):
-            metrics |= _prefixed(f"eval/{name}-", pass_rates(_eval_groups(args, rewards, samples)))
+            groups = _reward_groups(rewards, samples, getattr(args, "n_samples_per_eval_prompt", 1))
+            metrics |= _prefixed(f"eval/{name}-", pass_rates(groups))
     return metrics
 
 
@@ -173,16 +179,15 @@ def statistics(values: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(values), "median": median(values), "max": max(values), "min": min(values)}
 
 
-def _eval_groups(args: Namespace, rewards: list[float], samples: Sequence[Sample] | None) -> list[list[float]]:
+def _reward_groups(
+    rewards: Sequence[float], samples: Sequence[Sample] | None, group_size: int
+) -> list[Sequence[float]]:
+    """Rewards by `group_index` where every sample has one, else runs of `group_size`; where those do not come out even,
+    groups cannot be told apart and each sample counts for itself."""
     if samples and all(sample.group_index is not None for sample in samples):
-        return [[rewards[i] for i in members] for members in groups_by_index(samples, 1)]
-    size = _divisor(len(rewards), getattr(args, "n_samples_per_eval_prompt", 1))
+        return [[rewards[i] for i in members] for members in groups_by_index(samples, group_size)]
+    size = group_size if len(rewards) % group_size == 0 else 1
     return [rewards[start : start + size] for start in range(0, len(rewards), size)]
-
-
-def _divisor(count: int, size: int) -> int:
-    """`size` where it divides `count`, else 1: groups that cannot be told apart count as single samples."""
-    return size if count % size == 0 else 1
 
 
 def _number(reward: Any) -> float:

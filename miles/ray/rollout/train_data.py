@@ -99,6 +99,7 @@ def convert_samples_to_train_data(args: Namespace, samples: list[Sample]) -> Tra
         data = dict(hook(args, samples))
         _check_custom(data)
         data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
+        data.setdefault("raw_reward", list(data["rewards"]))
         return data
     for sample in samples:
         _check_sample(sample)

@@ -34,7 +34,7 @@ def load_rollout_function(input: RolloutFnConstructorInput, path: str) -> Any:
     fn: Any = load_function(path)
     if fn is None:
         raise ValueError("no rollout function: the path is empty")
-    if inspect.isclass(fn):
+    if isinstance(fn, type):
         return fn(input)
     if not callable(fn):
         raise ValueError(f"{path!r} is not a rollout function: {fn!r} cannot be called")
@@ -84,7 +84,7 @@ def load_generate_function(path: str | None) -> Any:
     fn = load_function(path)
     if fn is None:
         return None
-    if inspect.isclass(fn):
+    if isinstance(fn, type):
         return fn()
     if not callable(fn):
         raise ValueError(f"{path!r} is not a generate function: {fn!r} cannot be called")

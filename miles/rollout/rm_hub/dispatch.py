@@ -83,7 +83,7 @@ _REWARDS: dict[str, RewardFn] = {
 
 
 def known_rm_types() -> list[str]:
-    """The values of `--rm-type`; each also with the prefix "boxed_", which rewards the content of the last \\boxed{}."""
+    """The values of `--rm-type`; each also with the prefix "boxed_", which rewards what the last box contains."""
     return sorted(_REWARDS)
 
 
@@ -130,9 +130,14 @@ async def _batch_rewards(args: Namespace, samples: Sequence[Sample], **kwargs: A
     if path:
         rewards = await _call(path, args, list(samples), **kwargs)
         return check_reward_list(rewards, path, samples, args)
-    async with asyncio.TaskGroup() as group:  # a failing reward cancels and settles the others
-        tasks = [group.create_task(async_rm(args, sample, **kwargs)) for sample in samples]
-    return [task.result() for task in tasks]
+    tasks = [asyncio.create_task(async_rm(args, sample, **kwargs)) for sample in samples]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:  # a failing reward cancels and settles the others
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
 
 
 async def _call(path: str, args: Namespace, samples: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 GRADING_TIMEOUT_SECS = 10.0
 START_TIMEOUT_SECS = 120.0  # of importing sympy on a busy machine
 REMEMBERED_PAIRS = 8192
+WORKER_ARGUMENTS = ("-m", "miles.rollout.rm_hub.grading_worker")  # of the Python interpreter
 _ALARM_SLACK_SECS = 5.0
 
 
@@ -93,7 +94,13 @@ class Grader:
     def _take(self) -> _Worker:
         with self._lock:
             self._check_open()
-            worker = self._idle.pop() if self._idle else _Worker()
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.is_alive:
+                    break
+                worker.dispose()
+            else:
+                worker = _Worker()
             self._busy.add(worker)
             return worker
 
@@ -117,7 +124,7 @@ class _Worker:
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "miles.rollout.rm_hub.grading_worker"],
+            [sys.executable, *WORKER_ARGUMENTS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -127,6 +134,10 @@ class _Worker:
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._ready = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def ask(self, given: str, expected: str, timeout_secs: float) -> bool | None:
         """The verdict; None where the process did not answer in time, or has ended."""

@@ -19,7 +19,7 @@ MEMORY_BYTES = 4 << 30
 
 
 def equivalent(given: str, expected: str) -> bool:
-    from math_verify import parse, verify
+    from math_verify import parse, verify  # type: ignore[import-untyped]
 
     gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (expected, given))
     return bool(gold and answer and verify(gold, answer, timeout_seconds=None))
@@ -38,7 +38,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes our input
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or hard > MEMORY_BYTES:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     logging.disable(logging.WARNING)

@@ -15,10 +15,10 @@ CHARS_LOOKED_AT = 300  # an answer stands at the end; a response that lists many
 INVALID = "[INVALID]"
 
 _UNITS = (
-    "square units units unit degrees degree dollars dollar cents cent percent feet foot inches inch meters meter miles "
-    "hours hour minutes minute seconds second days day years year points point people students cm km kg mph"
-).split()
-_UNIT_PATTERN = re.compile(rf"(?<=[\d}}\s])\s*\b(?:{'|'.join(sorted(_UNITS, key=len, reverse=True))})\b", re.IGNORECASE)
+    r"square units|units?|degrees?|dollars?|cents?|percent|feet|foot|inch(?:es)?|meters?|miles?|cm|km|kg|mph|hours?|"
+    r"minutes?|seconds?|days?|years?|points?|people|students"
+)
+_UNIT_PATTERN = re.compile(rf"(?<=[\d}}\s])\s*\b(?:{_UNITS})\b", re.IGNORECASE)
 _WRAPPERS = re.compile(r"\\(?:text|textbf|mathrm|overline|boxed|mbox)\s*\{([^{}]*)\}")
 
 

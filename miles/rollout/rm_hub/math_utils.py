@@ -56,7 +56,7 @@ def settled_as_text(given: str, expected: str) -> bool | None:
     left, right = normalize_answer(given), normalize_answer(expected)
     if not left or not right:
         return False
-    if left == right or left.casefold() == right.casefold() and len(left) > 1 and left.isalpha():
+    if left == right or (left.casefold() == right.casefold() and len(left) > 1 and left.isalpha()):
         return True
     if len(left) > 1 and len(right) > 1 and left.isalpha() and right.isalpha():
         return False  # read as algebra, "listen" is a product with the value of "silent"

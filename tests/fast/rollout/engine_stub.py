@@ -59,7 +59,8 @@ class EngineStub:
     """Serves /generate, /workers and /abort_request and records what it is asked.
 
     `respond(payload)` makes the answers. A request for which `holds(payload)` is true waits until it is aborted (it
-    then returns `partial` with the finish reason abort) or `release` is set. `arrived` counts held requests.
+    then returns `partial` with the finish reason abort) or `release` is set. Other requests are answered once
+    `expected_held` requests are held.
     """
 
     def __init__(self) -> None:
@@ -70,10 +71,13 @@ class EngineStub:
         self.holds: Callable[[dict[str, Any]], bool] = lambda payload: False
         self.partial = "pa"
         self.release = asyncio.Event()
-        self.held = asyncio.Semaphore(0)
+        self.expected_held = 0
+        self.held = 0
+        self.all_held = asyncio.Event()
         self.in_flight = 0
         self.peak = 0
         self._abort = asyncio.Event()
+        self._abort_arrived = asyncio.Condition()
         self._runner: web.AppRunner | None = None
         self.port = 0
 
@@ -102,6 +106,11 @@ class EngineStub:
         """Flags of a run against this server."""
         return make_args(sglang_router_ip="127.0.0.1", sglang_router_port=self.port, **overrides)
 
+    async def wait_for_aborts(self, count: int) -> None:
+        """Wait until `count` abort requests have arrived in all."""
+        async with self._abort_arrived:
+            await self._abort_arrived.wait_for(lambda: len(self.aborts) >= count)
+
     async def _generate(self, request: web.Request) -> web.Response:
         payload = await request.json()
         self.requests.append(payload)
@@ -111,26 +120,33 @@ class EngineStub:
         try:
             if self.holds(payload) and await self._aborted_before_release():
                 return web.json_response(response(self.partial, reason="abort"))
-            await asyncio.sleep(0)
+            if self.expected_held:
+                await self.all_held.wait()
             return web.json_response(self.respond(payload))
         finally:
             self.in_flight -= 1
 
     async def _aborted_before_release(self) -> bool:
-        self.held.release()
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._abort, self.release)]
+        abort = self._abort
+        self.held += 1
+        if self.held >= self.expected_held:
+            self.all_held.set()
+        waits = [asyncio.ensure_future(event.wait()) for event in (abort, self.release)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        return self._abort.is_set()
+        return abort.is_set()
 
     async def _workers(self, request: web.Request) -> web.Response:
         return web.json_response({"workers": [{"url": f"{self.url}@0"}, {"url": f"{self.url}@1"}]})
 
     async def _abort_request(self, request: web.Request) -> web.Response:
-        self.aborts.append(await request.json())
+        body = await request.json()
+        async with self._abort_arrived:
+            self.aborts.append(body)
+            self._abort_arrived.notify_all()
         self._abort.set()
         self._abort = asyncio.Event()
         return web.Response()
