@@ -122,3 +122,13 @@ def results(futures: Sequence[Future[Any]]) -> list[Any]:
         if future in done:
             future.result()
     return [future.result() for future in futures]
+
+
+def tell_all(
+    engines: Sequence[EngineClient], endpoint: str, payload: dict[str, Any], timeout_secs: float = 5.0
+) -> None:
+    """Post to each engine side by side and wait `timeout_secs` at most; answers and failures are of no interest."""
+    wait(
+        [spawn(EngineClient(e.url, timeout_secs).request, "POST", endpoint, payload) for e in engines],
+        timeout=timeout_secs,
+    )

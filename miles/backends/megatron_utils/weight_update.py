@@ -6,20 +6,24 @@
               they are being answered: broadcast from rank 0 of a group that only trainer and engines share
 
 What if an engine refuses? A bucket is broadcast while its HTTP calls are still open, so a refusal arrives while the
-broadcast waits for a receiver that will never come. The calls are watched: the first one that fails aborts the group,
-which ends the broadcast, and the error names the engine. Nothing is retried.
+broadcast waits for a receiver that will never come. The calls are watched: the first one that fails ends the update with
+an error that names the engine, and the engines are told to leave the group. Their connections close, which ends the
+broadcast on every side. Nothing is retried.
 
-What is left behind by a failure: before the first bucket the weights are untouched, so the engines that were paused
-are continued. After it an engine may hold a mixture, so all of them stay paused: better silent than wrong.
+What is left behind by a failure: before the first bucket the weights are untouched, so the bracket is closed and the
+engines are continued. After it an engine may hold a mixture, so all of them stay paused: better silent than wrong.
+Leaving the group makes an engine that stages its weights drop the update. In both cases connecting again and another
+update bring them back.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -35,6 +39,7 @@ from miles.backends.megatron_utils.engine_client import (
     on_all,
     results,
     spawn,
+    tell_all,
 )
 from miles.utils.process_group import destroy_process_group, init_process_group
 
@@ -95,6 +100,7 @@ class WeightUpdater:
         self._engines: list[EngineClient] = []
         self._group: ProcessGroup | None = None
         self._group_name = ""
+        self._broadcasts: list[Any] = []
 
     @property
     def engines(self) -> list[EngineClient]:
@@ -118,7 +124,7 @@ class WeightUpdater:
             spawn(engine.post, "/init_weights_update_group", self._join_payload(address, port, world_size, i))
             for i, engine in enumerate(self._engines)
         ]
-        group = spawn(self._join, f"tcp://{address}:{port}", world_size)
+        group = spawn(self._join, _init_method(address, port), world_size)
         *_, self._group = results([*joins, group])
 
     def update(self, tensors: Iterable[NamedTensor], version: int) -> dict[str, float]:
@@ -142,7 +148,7 @@ class WeightUpdater:
         except BaseException:
             bracket.abandon()
             if bracket.weights_touched:
-                self._abort_group()
+                self._leave_group()
             raise
         seconds = time.perf_counter() - start
         return {
@@ -160,11 +166,7 @@ class WeightUpdater:
         """Leave the group and tell the engines to; never raises for an engine that is gone. Idempotent."""
         if self._group is None:
             return
-        payload = {"group_name": self._group_name}
-        gone = [spawn(EngineClient(e.url, 2.0).request, "POST", "/destroy_weights_update_group", payload)
-                for e in self._engines]  # fmt: skip
-        wait(gone, timeout=2.0)
-        self._abort_group()
+        self._leave_group()
 
     def _join_payload(self, address: str, port: int, world_size: int, index: int) -> dict[str, Any]:
         return {
@@ -199,9 +201,12 @@ class WeightUpdater:
             "load_format": "flattened_bucket" if self._config.flattened else None,
         }
         calls = [spawn(engine.post, "/update_weights_from_distributed", payload) for engine in self._engines]
-        works = [dist.broadcast(t, group_src=0, group=self._group, async_op=True) for t in self._wire(bucket)]
+        self._broadcasts = [
+            dist.broadcast(t, group_src=0, group=self._group, async_op=True) for t in self._wire(bucket)
+        ]
         results(calls)
-        results([spawn(_wait_for, works)])
+        results([spawn(_wait_for, self._broadcasts)])
+        self._broadcasts = []
 
     def _wire(self, bucket: list[NamedTensor]) -> list[torch.Tensor]:
         tensors = [t.detach().contiguous() for _, t in bucket]
@@ -209,18 +214,30 @@ class WeightUpdater:
             return tensors
         return [torch.cat([t.view(-1).view(torch.uint8) for t in tensors])]
 
-    def _abort_group(self) -> None:
-        """Drop the group, and any broadcast that waits in it."""
+    def _leave_group(self) -> None:
+        """Drop the group on both sides, and any broadcast that waits in it; bounded also where an engine is silent."""
         group, self._group = self._group, None
+        broadcasts, self._broadcasts = self._broadcasts, []
         if group is None:
             return
-        leaving: Future[Any] = spawn(_abort_and_destroy, group)
-        wait([leaving], timeout=5.0)
+        tell_all(self._engines, "/destroy_weights_update_group", {"group_name": self._group_name})
+        ended = spawn(_wait_for, broadcasts)
+        wait([ended], timeout=2.0)
+        if not ended.done():
+            logger.warning("a broadcast still waits for an engine that is silent; its group is left behind")
+            _never_free(group)
+        wait([spawn(_abort_and_destroy, group)], timeout=5.0)
 
 
 def _abort_and_destroy(group: ProcessGroup) -> None:
     group.abort()
     destroy_process_group(group)
+
+
+def _never_free(group: ProcessGroup) -> None:
+    """Keep the object until the process ends: freeing a gloo group waits for its pending operations with the
+    interpreter locked, and `abort` does not end them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _wait_for(works: list[Any]) -> None:
@@ -262,12 +279,9 @@ class _Bracket:
             logger.error("weight update failed after its first bucket: the engines stay paused with mixed weights")
             return
         if self._begun:
-            self._tell_all("/end_weight_update")
+            tell_all(self._engines, "/end_weight_update", {})
         if self._paused:
-            self._tell_all("/continue_generation")
-
-    def _tell_all(self, endpoint: str) -> None:
-        wait([spawn(EngineClient(e.url, 5.0).request, "POST", endpoint, {}) for e in self._engines], timeout=5.0)
+            tell_all(self._engines, "/continue_generation", {})
 
     def _flush(self, engine: EngineClient) -> None:
         """Flush the prefix cache, which would serve old weights; an engine refuses while requests still wind down."""
@@ -315,6 +329,10 @@ def compare_checksums(trainer: dict[str, str], engine: dict[str, str], engine_ur
         raise ValueError(
             f"--check-weight-update-equal: engine {engine_url} has {extra[0]!r}, which the trainer has not"
         )
+
+
+def _init_method(address: str, port: int) -> str:
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def _address_towards(engine_url: str) -> str:

@@ -233,7 +233,7 @@ def test_a_shard_that_does_not_fit_is_a_clear_error(
         ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size"),
         ({"use_distributed_optimizer": True}, "--use-distributed-optimizer"),
         ({"optimizer": "muon"}, "--optimizer"),
-        ({"lr_warmup_iters": 10}, "--lr-warmup-iters"),
+        ({"lr_warmup_iters": 10, "lr_decay_iters": 10}, "--lr-warmup-iters"),
         ({"min_lr": 1.0}, "--min-lr"),
         ({"pause_generation_mode": "stop"}, "--pause-generation-mode"),
     ],
