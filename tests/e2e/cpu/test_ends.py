@@ -55,7 +55,7 @@ def test_nothing_of_ours_outlives_a_killed_driver(launcher: Launcher, killed: Ki
     [
         ("engine-0", "engine-0 (pid {pid}) was killed by SIGKILL", "engine-0.log"),
         ("router", "router (pid {pid}) was killed by SIGKILL", "router.log"),
-        ("engine-0-actor", "engine-0", "engine-0.log"),
+        ("engine-0-actor", "the actor that owns engine-0 died", "engine-0.log"),
         ("rollout_manager", "rollout_manager (pid {pid}) died", "rollout_manager.log"),
         ("trainer-0", "trainer-0 (pid {pid}) died", "trainer-0.log"),
     ],
