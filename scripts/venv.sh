@@ -50,9 +50,11 @@ venv_is_current() {
 
 install_venv() {
     local root=$1 extra=$2 python target=$1 quiet=()
-    if [ -e "$root/.venv" ] && ! python_is_supported "$root/.venv/bin/python"; then
-        echo "$root/.venv has no Python 3.11 to 3.13: remove it, or move it away, and run this again." >&2
-        return 1
+    if [ -e "$root/.venv/bin/python" ] || [ -L "$root/.venv/bin/python" ]; then
+        python_is_supported "$root/.venv/bin/python" || {
+            echo "$root/.venv has no Python 3.11 to 3.13: remove it, or move it away, and run this again." >&2
+            return 1
+        }
     fi
     if [ ! -e "$root/.venv/bin/pip" ]; then
         python=$(find_python) || return 1

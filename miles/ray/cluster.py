@@ -10,6 +10,9 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import ray
+from ray._private import worker as ray_worker
+
+from miles.utils.arguments import check_runtime_env
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -27,15 +30,18 @@ class RayCluster:
     share cores, so a run starts on a single one.
     """
 
-    def __init__(self, num_actors: int) -> None:
-        self._num_actors = num_actors
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._num_actors = num_trainers(args) + num_engines(args) + 1  # and the rollout manager
         self._temp_dir: str | None = None
 
     def connect(self) -> None:
         """Start or join the cluster. Takes some seconds."""
+        _send_raylet_messages_to_the_log()
         joins_existing = bool(os.environ.get("RAY_ADDRESS"))
         if not joins_existing:
             os.environ.setdefault("MILES_HOST_IP", "127.0.0.1")
+        check_runtime_env(self._args, runtime_env()["env_vars"])
         options = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": runtime_env()}
         if joins_existing:
             ray.init(**options)
@@ -57,6 +63,12 @@ class RayCluster:
         ray.shutdown()
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _send_raylet_messages_to_the_log() -> None:
+    """Ray prints what its raylet says about a dead worker between our own lines; the supervisor tells it better."""
+    if hasattr(ray_worker, "print_to_stdstream"):
+        ray_worker.print_to_stdstream = lambda data, ignore_prefix: logger.info("raylet: %s", data["lines"])
 
 
 def runtime_env() -> dict[str, dict[str, str]]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from miles.ray.cluster import RayCluster, num_engines, num_trainers
+from miles.ray.cluster import RayCluster
 from miles.ray.placement_group import create_placement
 from miles.ray.rollout.rollout_manager import RolloutManager
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
@@ -57,7 +57,7 @@ class Run:
         self.run_dir = Path(args.run_dir)
         self._stop = asyncio.Event()
         self._supervisor = Supervisor(self._stop)
-        self._cluster = RayCluster(num_actors=num_trainers(args) + num_engines(args) + 1)
+        self._cluster = RayCluster(args)
         self._training: asyncio.Future[Any] | None = None
         self._last_trained: int | None = None
         self._metrics: dict[str, float] = {}
@@ -126,6 +126,7 @@ class Run:
         """`processes.json`: the process id of everything that the run consists of, for the user's tools."""
         rollout = await self._supervisor.wait(self.manager.pids.remote())
         trainers = await self._supervisor.wait(self.trainers.pids())
+        self._supervisor.learn_pids({**rollout, **trainers})
         path = self.run_dir / "processes.json"
         path.write_text(json.dumps({"driver": os.getpid(), **rollout, **trainers}, indent=2) + "\n")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from miles.utils.processes import ProcessDied, log_tail
 
@@ -39,11 +39,16 @@ class Supervisor:
     def __init__(self, stop: asyncio.Event) -> None:
         self._stop = asyncio.ensure_future(stop.wait())
         self._watchers: dict[asyncio.Task[None], tuple[str, Path]] = {}
+        self._pids: dict[str, int] = {}
 
     def watch(self, name: str, actor: ActorHandle, log_path: Path, *, endless: bool) -> None:
         """Watch `actor`: through its own endless `watch`, or by repeated `ping` where it runs one call at a time."""
         coroutine = _await_ref(actor.watch.remote()) if endless else _ping_forever(actor)
         self._watchers[asyncio.create_task(coroutine, name=f"watch {name}")] = (name, log_path)
+
+    def learn_pids(self, pids: dict[str, int]) -> None:
+        """Process ids by the names given to `watch`, for the messages."""
+        self._pids |= pids
 
     async def wait(self, awaitable: Awaitable[Any]) -> Any:
         """The result of `awaitable` (an object reference, or a coroutine over several).
@@ -70,13 +75,22 @@ class Supervisor:
         """Raise RunFailed where an actor, or a process that it owns, has died."""
         for watcher, (name, log_path) in self._watchers.items():
             if watcher.done() and not watcher.cancelled():
-                raise RunFailed(_obituary(name, log_path, watcher.exception()))
+                raise RunFailed(self._obituary(name, log_path, watcher.exception()))
 
     async def close(self) -> None:
         tasks = [*self._watchers, self._stop]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _obituary(self, name: str, log_path: Path, error: BaseException | None) -> str:
+        cause = original_error(error)
+        if isinstance(cause, ProcessDied):
+            return str(cause)
+        if isinstance(cause, RayActorError):
+            pid = f" (pid {self._pids[name]})" if name in self._pids else ""
+            return f"{name}{pid} died; see {log_path}{log_tail(log_path)}"
+        return f"{name} failed: {type(cause).__name__}: {cause}; see {log_path}"
 
     async def _give_watchers_time_to_blame(self) -> None:
         if self._watchers:
@@ -91,16 +105,6 @@ async def _ping_forever(actor: ActorHandle) -> None:
     while True:
         await actor.ping.remote()
         await asyncio.sleep(_PING_SECS)
-
-
-def _obituary(name: str, log_path: Path, error: BaseException | None) -> str:
-    cause = original_error(error)
-    if isinstance(cause, ProcessDied):
-        return str(cause)
-    if isinstance(cause, RayActorError):
-        pid = f" (pid {cause.pid})" if isinstance(cause, ActorDiedError) and getattr(cause, "pid", None) else ""
-        return f"{name}{pid} died; see {log_path}{log_tail(log_path)}"
-    return f"{name} failed: {type(cause).__name__}: {cause}; see {log_path}"
 
 
 def original_error(error: BaseException | None) -> BaseException | None:

@@ -29,8 +29,8 @@ def _add_prompt_flags(parser: ArgumentParser) -> None:
         "--prompt-data",
         type=str,
         default=None,
-        help="Prompts: a .jsonl or .parquet file, with path@[a:b] for a slice of its rows. Required unless "
-        "--data-source-path or --disable-rollout-global-dataset is given.",
+        help="Prompts: a .jsonl or .parquet file, with path@[a:b] for a slice of its rows. None: only with "
+        "--data-source-path or --disable-rollout-global-dataset.",
     )
     group.add_argument(
         "--data-source-path",

@@ -23,14 +23,17 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.rollout.prompt_data import load_prompt_dataset
 from miles.rollout.sample_codec import SampleCodecError, decode_sample, encode_sample
-from miles.utils.data import Dataset
+from miles.utils.data import copy_prompt
 from miles.utils.misc import load_function
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable
+
+    from miles.utils.data import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +180,7 @@ class RolloutDataSource(DataSource):
         return prompts
 
     def _number(self, prompt: Sample) -> list[Sample]:
-        group = [copy.deepcopy(prompt) for _ in range(self._n_samples_per_prompt)]
+        group = [copy_prompt(prompt) for _ in range(self._n_samples_per_prompt)]
         for sample in group:
             sample.group_index = self.sample_group_index
             sample.index = self.sample_index
@@ -294,23 +297,7 @@ def _read_pt_state(path: Path) -> Any:
 
 
 def _load_dataset(args: Namespace) -> Dataset:
-    from miles.utils.processing_utils import load_processor, load_tokenizer, model_context_length
+    from miles.utils.processing_utils import load_processor, load_tokenizer
 
-    if not getattr(args, "prompt_data", None):
-        raise ValueError("--prompt-data is not set (or set --disable-rollout-global-dataset to run without a file)")
-    context_length = getattr(args, "rollout_max_context_len", None) or model_context_length(args.hf_checkpoint)
-    return Dataset(
-        args.prompt_data,
-        load_tokenizer(args.hf_checkpoint, chat_template_path=getattr(args, "chat_template_path", None)),
-        load_processor(args.hf_checkpoint),
-        getattr(args, "rollout_max_prompt_len", None),
-        prompt_key=getattr(args, "input_key", "input"),
-        multimodal_keys=getattr(args, "multimodal_keys", None),
-        label_key=getattr(args, "label_key", None),
-        tool_key=getattr(args, "tool_key", None),
-        metadata_key=getattr(args, "metadata_key", "metadata"),
-        seed=getattr(args, "rollout_seed", 42),
-        apply_chat_template=getattr(args, "apply_chat_template", False),
-        apply_chat_template_kwargs=getattr(args, "apply_chat_template_kwargs", None),
-        max_context_length=context_length,
-    )
+    tokenizer = load_tokenizer(args.hf_checkpoint, chat_template_path=getattr(args, "chat_template_path", None))
+    return load_prompt_dataset(args, tokenizer, load_processor(args.hf_checkpoint))

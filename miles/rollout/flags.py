@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterator
 
+FULLY_ASYNC_ROLLOUT_CLASS = "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn"
 PLUGIN_PATHS = (
     "rollout_function_path",
     "custom_generate_function_path",
@@ -112,7 +113,7 @@ def _add_sampling_flags(parser: ArgumentParser) -> None:
         "--rollout-max-context-len",
         type=int,
         default=None,
-        help="Most tokens of prompt and response together. None: only the model's own limit.",
+        help="Most tokens of prompt and response together. None: the model's own limit.",
     )
     group.add_argument(
         "--rollout-max-prompt-len",
@@ -253,7 +254,17 @@ _FULLY_ASYNC_CONFLICTS: tuple[tuple[Callable[[Namespace], Any], str, str, str], 
 
 def check_conflicts(args: Namespace) -> None:
     """Refuse what cannot go together with --fully-async; each message has the reason and the remedy."""
+    if args.eval_function_path == FULLY_ASYNC_ROLLOUT_CLASS:
+        raise ValueError(
+            f"--eval-function-path {FULLY_ASYNC_ROLLOUT_CLASS}: the fully asynchronous worker serves training only. "
+            "Instead: drop the flag, and evaluation uses the standard function"
+        )
     if not args.fully_async:
+        if args.rollout_function_path == FULLY_ASYNC_ROLLOUT_CLASS:
+            raise ValueError(
+                f"--rollout-function-path {FULLY_ASYNC_ROLLOUT_CLASS}: evaluation would use it too, which it does not "
+                "serve. Instead: --fully-async, which chooses it for training only"
+            )
         return
     for holds, what, reason, remedy in _FULLY_ASYNC_CONFLICTS:
         if holds(args):

@@ -192,6 +192,8 @@ class FullyAsyncRolloutFn:
         group: Any = await generate_and_rm_group(
             self.state, list(prompt_group), sampling_params=self.state.sampling_params, evaluation=False
         )
+        if not isinstance(group, list):
+            raise TypeError(f"generating {describe(prompt_group)} returned {group!r}, expected a list of its samples")
         if self._group_tasks.stopping:
             return  # user code has outlived its cancellation, and nobody may be left to make room in the queue
         assert self._output is not None
@@ -326,7 +328,7 @@ class FullyAsyncRolloutFn:
 
     def _to_batch(self, finished: Iterable[FinishedGroup]) -> list[list[Any]]:
         """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
-        batch: list[list[Any]] = sorted_batch(finished)
+        batch = sorted_batch(finished)
         if self._sample_filter is not None:
             shape = [len(group) for group in batch]
             self._sample_filter(self.args, batch)

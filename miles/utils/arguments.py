@@ -19,6 +19,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import re
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
@@ -35,13 +36,15 @@ from miles.utils.flag_rules import (
     require_file,
 )
 from miles.utils.misc import load_function
-from miles.utils.tracking_flags import new_run_dir
+from miles.utils.tracking_flags import make_run_dir, new_run_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import ModuleType
 
 logger = logging.getLogger(__name__)
+
+_SECRET = re.compile("wandb_key|api_key|password")
 
 FLAG_MODULES = (
     "miles.rollout.flags",
@@ -180,13 +183,17 @@ def parse_or_exit(
 ) -> Namespace:
     """`parse_args` for a driver: a mistake becomes one message on standard error and exit status 2.
 
+    The run directory is made here, so that two runs that start together get two.
+
     `driver_rules` is `validate_for_sync_driver` or `validate_for_async_driver`.
     """
     try:
-        return _parse(add_custom_arguments, argv, driver_rules)
+        args = _parse(add_custom_arguments, argv, driver_rules)
+        args.run_dir = make_run_dir(args.runs_dir)
     except ValueError as error:
         sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {error}\n")
         raise SystemExit(2) from None
+    return args
 
 
 def _parse(
@@ -219,6 +226,8 @@ def _validate(
     for module in modules:
         if hasattr(module, "check_conflicts"):
             module.check_conflicts(args)
+    if args.rollout_engine is None and cuda_device_present() and sglang_installed():
+        args.rollout_engine = "sglang"
     refused_flags.validate(args, plugin_flags)
     _choose_devices(args, given)
     for module in modules:
@@ -235,18 +244,13 @@ def _validate(
 
 
 def _choose_devices(args: Namespace, given: frozenset[str]) -> None:
-    """Fill in what depends on the machine: the engine, its device, and the trainer's communication backend."""
+    """Fill in what depends on the machine: the engine's device and the trainer's communication backend."""
     cuda = cuda_device_present()
     if args.rollout_engine is None:
+        lacking = "sglang" if cuda else "CUDA device"
         raise ValueError(
-            "--rollout-engine is required: "
-            + (
-                "SGLang servers are not available in this release"
-                if cuda and sglang_installed()
-                else "SGLang, the default, needs a CUDA device and the package sglang, and this machine has "
-                + ("no CUDA device" if not cuda else "no sglang")
-            )
-            + ". Instead: --rollout-engine embedded"
+            f"--rollout-engine is required: SGLang, the default, needs a CUDA device and the package sglang, and there "
+            f"is no {lacking} here. Instead: --rollout-engine embedded"
         )
     if args.embedded_device is None:
         args.embedded_device = "cuda" if cuda else "cpu"
@@ -312,8 +316,11 @@ def apply_config_file(args: Namespace, path: str, parser: FlagParser) -> frozens
 
 
 def format_config(args: Namespace) -> str:
-    """The values of `args` as YAML, sorted by name."""
-    return yaml.safe_dump({name: _plain(value) for name, value in vars(args).items()}, sort_keys=True, width=1000)
+    """The values of `args` as YAML, sorted by name; keys and passwords are not shown."""
+    shown = {
+        name: "(hidden)" if value and _SECRET.search(name) else _plain(value) for name, value in vars(args).items()
+    }
+    return yaml.safe_dump(shown, sort_keys=True, width=1000)
 
 
 def _plain(value: Any) -> Any:

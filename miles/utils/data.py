@@ -9,6 +9,7 @@ and the key.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import random
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles.utils.types import Sample
+from miles.utils.types import PrefixCacheInfo, Sample, SampleStatus, SpecInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]$")
 _SPECIAL_TOKENS_MARGIN = 16
+_IMMUTABLE = frozenset({str, int, float, bool, SampleStatus})
+_FLAT = frozenset({SpecInfo, PrefixCacheInfo})
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ class Dataset:
     """The prompts of one file as Samples, in the file's order until `shuffle` is called.
 
     `max_length` (tokens) drops longer prompts, with a warning that counts them; `max_context_length` refuses prompts
-    that leave no room for an answer. Both need the tokenizer only for prompts that could be so long.
+    that leave no room in it for `response_length` tokens. Both need the tokenizer only for prompts that could be so
+    long.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class Dataset:
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, Any] | None = None,
         max_context_length: int | None = None,
+        response_length: int = 1,
     ) -> None:
         if multimodal_keys:
             raise ValueError(
@@ -161,7 +166,7 @@ class Dataset:
             raise ValueError(f"data set {path}: it is empty")
         lengths = _PromptLengths(tokenizer, apply_chat_template_kwargs or {})
         samples = _drop_long_prompts(path, samples, lengths, max_length, max_context_length)
-        _refuse_prompts_beyond_context(path, samples, lengths, max_context_length)
+        _refuse_prompts_beyond_context(path, samples, lengths, max_context_length, response_length)
         self.origin_samples = samples
         self.samples = samples
         self.epoch_id: int | None = None
@@ -250,6 +255,25 @@ class _SampleReader:
         return ValueError(f"data set {self.path}, {row.place}: {what}")
 
 
+def copy_prompt(prompt: Sample) -> Sample:
+    """A deep copy of a sample; much cheaper than `copy.deepcopy` for one that has not been answered yet."""
+    duplicate = copy.copy(prompt)
+    duplicate.__dict__.update((name, private_copy(value)) for name, value in prompt.__dict__.items())
+    return duplicate
+
+
+def private_copy(value: Any) -> Any:
+    """A deep copy, without the detour through `copy.deepcopy` where the value is immutable or empty."""
+    kind = type(value)
+    if value is None or kind in _IMMUTABLE:
+        return value
+    if kind in _FLAT:
+        return copy.copy(value)
+    if not value and kind in (list, dict):
+        return kind()
+    return copy.deepcopy(value)
+
+
 class _PromptLengths:
     """Prompt lengths in tokens, counted only where a prompt could exceed a limit.
 
@@ -300,15 +324,19 @@ def _drop_long_prompts(
 
 
 def _refuse_prompts_beyond_context(
-    path: str, samples: list[Sample], lengths: _PromptLengths, max_context_length: int | None
+    path: str, samples: list[Sample], lengths: _PromptLengths, max_context_length: int | None, response_length: int
 ) -> None:
     if max_context_length is None:
         return
-    too_long = {i: n for i, sample in enumerate(samples) if (n := lengths.exceeds(sample, max_context_length - 1))}
+    limit = max_context_length - response_length
+    too_long = {i: n for i, sample in enumerate(samples) if (n := lengths.exceeds(sample, limit)) is not None}
     if too_long:
         first, length = next(iter(too_long.items()))
+        answer = "an answer" if response_length == 1 else f"an answer of {response_length} tokens"
+        remedy = "raise" if response_length == 1 else "cut the answers to what is left with"
         raise ValueError(
-            f"data set {path}: {len(too_long)} of {len(samples)} prompts leave no room for an answer in the context of "
+            f"data set {path}: {len(too_long)} of {len(samples)} prompts leave no room for {answer} in the context of "
             f"{max_context_length} tokens; the first is number {first} (counted from 0) with {length} tokens. Remove "
-            "them, raise --rollout-max-context-len, or set --rollout-max-prompt-len to leave such prompts out"
+            f"them, leave them out with --rollout-max-prompt-len (--eval-max-prompt-len), or {remedy} "
+            "--rollout-max-context-len"
         )

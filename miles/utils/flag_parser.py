@@ -92,7 +92,7 @@ class FlagParser(argparse.ArgumentParser):
     def check_type(self, dest: str, value: Any, source: str) -> Any:
         """`value`, from `source`, as the flag with this dest takes it; ValueError where it does not."""
         action = self.action_for(dest)
-        if action is None or (value is None and action.default is None):
+        if action is None or (value is None and action.default is None and not action.required):
             return value
         flag = action.option_strings[0]
         if action.nargs == 0:
@@ -116,9 +116,9 @@ class FlagParser(argparse.ArgumentParser):
             except ValueError:
                 raise ValueError(f"{where} must be a number, got {value!r}") from None
         if expected in (int, float, str):
-            if not isinstance(value, expected) or isinstance(value, bool):  # type: ignore[arg-type]
+            if not isinstance(value, expected) or isinstance(value, bool):
                 raise ValueError(f"{where} must be {_TYPE_NAMES[expected]}, got {value!r}")
-        elif expected is not None and isinstance(value, str):
+        elif callable(expected) and isinstance(value, str):
             value = expected(value)
         if action.choices is not None and value not in action.choices:
             raise ValueError(f"{where} must be one of {', '.join(map(str, action.choices))}, got {value!r}")

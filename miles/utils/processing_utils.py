@@ -67,7 +67,10 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any | None:
 
 
 def model_context_length(name_or_path: str | None) -> int | None:
-    """`max_position_embeddings` of a checkpoint directory's config.json, in tokens; None where it is not stated."""
+    """`max_position_embeddings` of a checkpoint directory's config.json, in tokens; None where it is not stated.
+
+    None too where the rotary embedding is scaled by a factor: engines then serve a longer context than that.
+    """
     config_path = Path(name_or_path or "") / "config.json"
     if not name_or_path or not config_path.is_file():
         return None
@@ -75,8 +78,11 @@ def model_context_length(name_or_path: str | None) -> int | None:
         config = json.loads(config_path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{config_path}: not valid JSON: {error}") from error
-    length = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
-    return int(length) if length else None
+    if "max_position_embeddings" not in config:
+        config = config.get("text_config") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    length = config.get("max_position_embeddings")
+    return None if not length or "factor" in scaling else int(length)
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:

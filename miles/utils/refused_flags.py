@@ -1,89 +1,21 @@
-"""Flags and values that are known but not available: each with the reason and what to use instead.
+"""Flags that are known but not available: each with the reason and what to use instead.
 
-A launch script that passes one gets that answer instead of "unrecognized argument". Two tables:
-
-* `REFUSED_FLAGS`: refused unless the value is the default, which stays on `args` because plug-ins read it.
-* `REFUSED_VALUES`: flags that work, but not with every value. To make a value available, delete its row.
+A launch script that passes one gets that answer instead of "unrecognized argument". A flag is refused unless its value
+is the default, which stays on `args` because plug-ins read it. `refused_values` has the flags that work, but not with
+every value.
 """
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from miles.utils.flag_rules import json_value
+from miles.utils.refusals import Refusal, RefusedFlag, either, switch, switch_off, value, values
+from miles.utils.refused_values import REFUSED_VALUES
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Callable, Iterator
-
-
-@dataclass(frozen=True)
-class RefusedFlag:
-    """One flag that is refused unless it is left at (or set to) `default`."""
-
-    flag: str
-    default: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `add_argument`: how many values of which type the flag takes."""
-
-    @property
-    def dest(self) -> str:
-        return str(self.options.get("dest", self.flag[2:].replace("-", "_")))
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why `flags` are refused, and what to use instead."""
-
-    reason: str
-    instead: str
-    flags: tuple[RefusedFlag, ...]
-
-
-@dataclass(frozen=True)
-class RefusedValue:
-    """A flag whose values are refused where `allows` says no."""
-
-    flag: str
-    allows: Callable[[Any], bool]
-    reason: str
-    instead: str
-
-    @property
-    def dest(self) -> str:
-        return self.flag[2:].replace("-", "_")
-
-
-def switch(flag: str) -> RefusedFlag:
-    """A flag without a value, off by default."""
-    return RefusedFlag(flag, False, {"action": "store_true"})
-
-
-def switch_off(flag: str, dest: str) -> RefusedFlag:
-    """A flag without a value that turns `dest` off, which is on by default."""
-    return RefusedFlag(flag, True, {"action": "store_false", "dest": dest})
-
-
-def either(flag: str) -> RefusedFlag:
-    """A flag with a --no- form, None by default."""
-    return RefusedFlag(flag, None, {"action": argparse.BooleanOptionalAction})
-
-
-def value(flag: str, default: Any = None, kind: type | None = None) -> RefusedFlag:
-    """A flag with one value."""
-    return RefusedFlag(flag, default, {"type": kind or (type(default) if default is not None else str)})
-
-
-def values(flag: str, default: Any = None, kind: type = str) -> RefusedFlag:
-    """A flag with any number of values."""
-    return RefusedFlag(flag, default, {"type": kind, "nargs": "*"})
-
-
-def _only(*allowed: Any) -> Callable[[Any], bool]:
-    return lambda given: given in allowed
-
+    from collections.abc import Iterator
 
 _ROUTER_PREFILL = tuple(
     switch(f"--router-{name}") for name in ("pd-disaggregation", "mini-lb", "dp-aware", "enable-igw")
@@ -314,6 +246,12 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
             value("--tito-model", "default"),
             value("--custom-agent-function-path"),
             value("--max-seq-len", kind=int),
+        ),
+    ),
+    Refusal(
+        "it is declared by the generate function that reads it, and that is not the one chosen",
+        "--custom-generate-function-path miles.rollout.generate_hub.multi_turn.generate",
+        (
             value("--generate-max-turns", 16),
             value("--generate-tool-specs-path"),
             value("--generate-tool-call-parser"),
@@ -368,8 +306,8 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "there is no hook on trainer ranks between a rollout's data and its training step",
-        "--custom-convert-samples-to-train-data-path changes the data, --custom-megatron-before-train-step-hook-path the "
-        "step",
+        "--custom-convert-samples-to-train-data-path changes the data, --custom-megatron-before-train-step-hook-path "
+        "the step",
         (value("--rollout-data-postprocess-path"),),
     ),
     Refusal(
@@ -496,45 +434,6 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
             value("--eval-overflow-policy", "backpressure"),
             value("--eval-keep-snapshots", 2),
         ),
-    ),
-)
-
-_NOT_SPLIT = "the trainer does not split a model over ranks yet"
-_USE_DATA_PARALLEL = "1; --actor-num-gpus-per-node sets the number of data-parallel ranks"
-REFUSED_VALUES: tuple[RefusedValue, ...] = (
-    RefusedValue(
-        "--rollout-engine",
-        _only(None, "embedded"),
-        "SGLang servers are not available in this release",
-        "--rollout-engine embedded",
-    ),
-    RefusedValue("--train-backend", _only("megatron"), "FSDP is not available", "--train-backend megatron"),
-    RefusedValue(
-        "--advantage-estimator",
-        lambda estimator: estimator != "ppo",
-        "it needs a critic, and there is none",
-        "grpo, gspo, reinforce_plus_plus or reinforce_plus_plus_baseline",
-    ),
-    RefusedValue("--tensor-model-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--pipeline-model-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--context-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--expert-model-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--expert-tensor-parallel-size", _only(1, None), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--actor-num-nodes", _only(1), "training on several nodes is not available yet", "1"),
-    RefusedValue("--update-weight-transfer-mode", _only("broadcast"), "weights travel by broadcast only", "broadcast"),
-    RefusedValue("--qkv-format", _only("thd"), "micro batches are packed without padding", "thd"),
-    RefusedValue("--megatron-to-hf-mode", _only("raw"), "megatron-bridge is not used", "raw"),
-    RefusedValue(
-        "--hidden-dropout",
-        _only(0.0),
-        "dropout would make the trainer's log-probabilities differ from the engine's",
-        "0",
-    ),
-    RefusedValue(
-        "--attention-dropout",
-        _only(0.0),
-        "dropout would make the trainer's log-probabilities differ from the engine's",
-        "0",
     ),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,10 +124,26 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
         yield f"no effect without --use-wandb: {', '.join(idle)}"
 
 
-def new_run_dir(runs_dir: str, now: datetime | None = None) -> str:
-    """A path `<runs_dir>/<YYYYmmdd-HHMMSS>[-k]` at which nothing exists yet. The caller creates it."""
+def _candidates(runs_dir: str, now: datetime | None) -> Iterator[Path]:
     stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
-    path, k = Path(runs_dir) / stamp, 1
-    while path.exists():
-        path, k = Path(runs_dir) / f"{stamp}-{k}", k + 1
-    return str(path)
+    yield Path(runs_dir) / stamp
+    for k in itertools.count(1):
+        yield Path(runs_dir) / f"{stamp}-{k}"
+
+
+def new_run_dir(runs_dir: str, now: datetime | None = None) -> str:
+    """A path `<runs_dir>/<YYYYmmdd-HHMMSS>[-k]` at which nothing exists yet."""
+    return str(next(path for path in _candidates(runs_dir, now) if not path.exists()))
+
+
+def make_run_dir(runs_dir: str, now: datetime | None = None) -> str:
+    """Make such a directory; two runs that start in the same second get two. Raises ValueError where it cannot."""
+    for path in _candidates(runs_dir, now):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(f"--runs-dir {runs_dir}: cannot make {path} ({error.strerror})") from error
+        return str(path)
+    raise AssertionError("the candidates never end")

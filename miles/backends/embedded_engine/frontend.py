@@ -58,7 +58,10 @@ class Answer:
         self._changed.set()
 
     async def json(self) -> Any:
-        """Wait for all sequences: the response of a call that does not stream. Raises Unavailable if the engine ends."""
+        """Wait for all sequences; the response of a call that does not stream.
+
+        Raises Unavailable if the engine ends meanwhile.
+        """
         await self._changed.wait()
         if self._failure is not None:
             raise self._failure
@@ -119,9 +122,12 @@ class Frontend:
         requests = body.requests
         if len(self._active) + len(requests) > self._max_requests:
             raise Unavailable(f"The request queue is full ({self._max_requests} requests).")
-        for rid in body.rids.union(request.rid for request in requests):
-            if rid in self._active or rid in self._parents:
+        for rid in body.rids:
+            if rid in self._parents:
                 raise RequestError(f"Duplicate request ID detected: {rid}")
+        for request in requests:
+            if request.rid in self._active:
+                raise RequestError(f"Duplicate request ID detected: {request.rid}")
         answer = Answer(body, tokenizer)
         for request in requests:
             request.owner = answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -180,10 +180,14 @@ def _stop_text(params: SamplingParams, tokenizer: Tokenizer | None) -> Increment
     return IncrementalText(tokenizer, params.skip_special_tokens)
 
 
+def _new_rid() -> str:
+    return f"{random.getrandbits(128):032x}"
+
+
 def _rids(raw: Any, count: int, copies: list[int]) -> tuple[frozenset[str], list[str]]:
     """The ids that the client gave, and one for each sequence."""
     if raw is None:
-        return frozenset(), [uuid.uuid4().hex for _ in range(sum(copies))]
+        return frozenset(), [_new_rid() for _ in range(sum(copies))]
     if isinstance(raw, str):
         base = [raw] if count == 1 else [f"{raw}_{i}" for i in range(count)]
         given = frozenset([raw])

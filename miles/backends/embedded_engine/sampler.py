@@ -18,6 +18,7 @@ from miles.backends.embedded_engine.random_numbers import uniforms
 
 if TYPE_CHECKING:
     from miles.backends.embedded_engine.request import Request
+    from miles.backends.embedded_engine.sampling_params import SamplingParams
 
 
 class Sampler:
@@ -26,20 +27,33 @@ class Sampler:
     def __init__(self, requests: list[Request], device: torch.device) -> None:
         self._requests = requests
         self._device = device
-        params = [request.params for request in requests]
         self._states = np.array([request.seed_state for request in requests], dtype=np.uint64)
-        self._scales = self._column([p.scale for p in params]) if any(p.scale != 1 for p in params) else None
+        self._scales: torch.Tensor | None = None
+        self._all_greedy = False
+        self._greedy: torch.Tensor | None = None
+        self._filtered: torch.Tensor | None = None
+        self._penalized: list[int] = []
+        self._delayed: list[int] = []
+        if not all([request.is_plain for request in requests]):  # noqa: C419 - a list is faster here
+            self._set_up_adjustments([request.params for request in requests])
+
+    def _set_up_adjustments(self, params: list[SamplingParams]) -> None:
+        """Which rows are greedy, scaled, filtered, penalised, or not yet allowed to end."""
+        if any(p.scale != 1 for p in params):
+            self._scales = self._column([p.scale for p in params])
         greedy = [p.is_greedy for p in params]
         self._all_greedy = all(greedy)
-        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
-        self._filtered = self._indices([p.filters and not p.is_greedy for p in params])
-        if self._filtered is not None:
-            chosen = [params[i] for i in self._filtered.tolist()]
+        if any(greedy):
+            self._greedy = torch.tensor(greedy, device=self._device)
+        filtered = [i for i, p in enumerate(params) if p.filters and not p.is_greedy]
+        if filtered:
+            chosen = [params[i] for i in filtered]
+            self._filtered = torch.tensor(filtered, device=self._device)
             self._top_k = self._column([p.top_k if p.top_k > 0 else np.inf for p in chosen])
             self._top_p = self._column([p.top_p for p in chosen])
             self._min_p = self._column([p.min_p for p in chosen])
         self._penalized = [i for i, p in enumerate(params) if p.penalizes]
-        self._delayed = [i for i, r in enumerate(requests) if r.params.min_new_tokens and r.end_ids]
+        self._delayed = [i for i, p in enumerate(params) if p.min_new_tokens]
 
     def sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """Tokens and log-probs for the rows of `logits` [requests, vocab]."""
@@ -103,10 +117,6 @@ class Sampler:
 
     def _column(self, values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
-
-    def _indices(self, flags: list[bool]) -> torch.Tensor | None:
-        found = [i for i, flag in enumerate(flags) if flag]
-        return torch.tensor(found, device=self._device) if found else None
 
 
 def token_counts(request: Request, vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.backends.embedded_engine.errors import RequestError, UnsupportedField
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 KNOWN_BUT_UNSUPPORTED = frozenset(
     {
@@ -65,35 +68,9 @@ class SamplingParams:
     """Makes the request reproducible whatever runs beside it; copies of n > 1 use seed, seed + 1, ..."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.max_new_tokens is None or self.max_new_tokens >= 0,
-            f"max_new_tokens must be at least 0, got {self.max_new_tokens}.",
-        )
-        most = math.inf if self.max_new_tokens is None else self.max_new_tokens
-        _require(
-            0 <= self.min_new_tokens <= most,
-            f"min_new_tokens must be in [0, max_new_tokens({self.max_new_tokens})], got {self.min_new_tokens}.",
-        )
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature must be a non-negative finite number, got {self.temperature}.",
-        )
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}.")
-        _require(self.top_k == -1 or self.top_k >= 1, f"top_k must be -1 (disable) or at least 1, got {self.top_k}.")
-        _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}.")
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            _require(-2 <= value <= 2, f"{name} must be in [-2, 2], got {value}.")
-        _require(
-            0 < self.repetition_penalty <= 2, f"repetition_penalty must be in (0, 2], got {self.repetition_penalty}."
-        )
-        _require(1 <= self.n <= MAX_N, f"n must be in [1, {MAX_N}], got {self.n}.")
-        _require(
-            len(self.stop) + len(self.stop_token_ids) <= MAX_STOPS,
-            f"at most {MAX_STOPS} stop strings and stop_token_ids are allowed, got "
-            f"{len(self.stop) + len(self.stop_token_ids)}.",
-        )
-        _require(all(self.stop), "stop strings must not be empty.")
+        for is_wrong, message in _RULES:
+            if is_wrong(self):
+                raise RequestError(message.format(p=self))
 
     @property
     def is_greedy(self) -> bool:
@@ -112,6 +89,11 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         return bool(self.frequency_penalty or self.presence_penalty) or self.repetition_penalty != 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from the model's distribution as it is."""
+        return not (self.is_greedy or self.filters or self.penalizes or self.min_new_tokens) and self.scale == 1
 
     @classmethod
     def from_json(cls, raw: Any) -> SamplingParams:
@@ -136,9 +118,33 @@ class SamplingParams:
         return cls(**values)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise RequestError(message)
+_RULES: tuple[tuple[Callable[[SamplingParams], bool], str], ...] = (
+    (
+        lambda p: p.max_new_tokens is not None and p.max_new_tokens < 0,
+        "max_new_tokens must be at least 0, got {p.max_new_tokens}.",
+    ),
+    (
+        lambda p: p.min_new_tokens < 0 or (p.max_new_tokens is not None and p.min_new_tokens > p.max_new_tokens),
+        "min_new_tokens must be in [0, max_new_tokens({p.max_new_tokens})], got {p.min_new_tokens}.",
+    ),
+    (
+        lambda p: not (math.isfinite(p.temperature) and p.temperature >= 0),
+        "temperature must be a non-negative finite number, got {p.temperature}.",
+    ),
+    (lambda p: not 0 < p.top_p <= 1, "top_p must be in (0, 1], got {p.top_p}."),
+    (lambda p: p.top_k != -1 and p.top_k < 1, "top_k must be -1 (disable) or at least 1, got {p.top_k}."),
+    (lambda p: not 0 <= p.min_p <= 1, "min_p must be in [0, 1], got {p.min_p}."),
+    (lambda p: not -2 <= p.frequency_penalty <= 2, "frequency_penalty must be in [-2, 2], got {p.frequency_penalty}."),
+    (lambda p: not -2 <= p.presence_penalty <= 2, "presence_penalty must be in [-2, 2], got {p.presence_penalty}."),
+    (lambda p: not 0 < p.repetition_penalty <= 2, "repetition_penalty must be in (0, 2], got {p.repetition_penalty}."),
+    (lambda p: not 1 <= p.n <= MAX_N, f"n must be in [1, {MAX_N}], got {{p.n}}."),
+    (
+        lambda p: len(p.stop) + len(p.stop_token_ids) > MAX_STOPS,
+        f"at most {MAX_STOPS} stop strings and stop_token_ids are allowed.",
+    ),
+    (lambda p: not all(p.stop), "stop strings must not be empty."),
+)
+"""What makes a value wrong, and what to say then."""
 
 
 def _int(name: str, value: Any) -> int:

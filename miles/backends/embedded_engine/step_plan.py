@@ -105,7 +105,7 @@ def plan_step(cache: KVCache, joining: list[Request], *, kv_heads: int, dtype: t
         rows = pool.requests
         if not rows:
             continue
-        lengths = [len(r.prompt_ids) + len(r.output_ids) for r in rows]
+        lengths = [r.num_tokens for r in rows]
         at = np.array(lengths) - 1
         write_at = (np.arange(len(rows))[:, None] * kv_heads + heads) * pool.length + at[:, None]
         longest = int(at.max()) + 1
@@ -120,7 +120,7 @@ def plan_step(cache: KVCache, joining: list[Request], *, kv_heads: int, dtype: t
             )
         )
         requests.extend(rows)
-        ids.extend([r.output_ids[-1] if r.output_ids else r.prompt_ids[-1] for r in rows])
+        ids.extend([r.last_token for r in rows])
         positions.extend(at.tolist())
     plan = StepPlan(requests, torch.empty(0), torch.empty(0), decode)
     if joining:

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from miles.backends.megatron_utils.hf_config import HFModelConfig
-from miles.utils.flag_rules import require
+from miles.utils.flag_rules import flag_name, require
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -114,34 +114,41 @@ def shape_of(hf: HFModelConfig) -> dict[str, Any]:
 
 
 def validate(args: Namespace) -> None:
-    """Raise ValueError where a shape flag disagrees with config.json, or the context is longer than the model's."""
+    """Raise ValueError where a shape flag disagrees with config.json, or a length does not fit into its context.
+
+    Fills in the context length from config.json where no flag gives it.
+    """
     hf = read_hf_config(args.hf_checkpoint)
-    limit = hf.max_position_embeddings
     shape = shape_of(hf)
     for dest, expected in shape.items():
         value = getattr(args, dest)
         if value is None or _same(value, expected):
             continue
-        flag = f"--{dest.replace('_', '-')}"
+        flag = flag_name(dest)
         given = flag if value is True else f"{flag} {value}"
         raise ValueError(
             f"{given} disagrees with {os.path.join(args.hf_checkpoint, 'config.json')}, which says {expected}. The "
             f"checkpoint decides the shape. Instead: drop {flag}"
         )
+    _check_lengths(args, hf.max_position_embeddings)
+    if args.rollout_max_context_len is None:
+        args.rollout_max_context_len = hf.max_position_embeddings
+
+
+def _check_lengths(args: Namespace, limit: int) -> None:
+    """Lengths fit into the model's context of `limit` tokens."""
+    what = f"the model's context of {limit} tokens (max_position_embeddings in config.json)"
     for dest in ("rollout_max_context_len", "eval_max_context_len"):
         value = getattr(args, dest)
-        require(
-            value is None or value <= limit,
-            f"--{dest.replace('_', '-')} {value} is longer than the model's context of {limit} tokens "
-            "(max_position_embeddings in config.json)",
-        )
-    for dest in ("rollout_max_prompt_len", "eval_max_prompt_len"):
-        value = getattr(args, dest)
-        require(
-            value is None or value < limit,
-            f"--{dest.replace('_', '-')} {value} leaves no room for a response in the model's context of {limit} "
-            "tokens (max_position_embeddings in config.json)",
-        )
+        require(value is None or value <= limit, f"{flag_name(dest)} {value} is longer than {what}")
+    for dest, other in (("max_prompt_len", "response"), ("max_response_len", "prompt")):
+        for dest_of in (f"rollout_{dest}", f"eval_{dest}"):
+            value = getattr(args, dest_of)
+            whole = args.rollout_max_context_len == value == limit  # a response may fill what its prompt leaves
+            require(
+                value is None or value < limit or whole,
+                f"{flag_name(dest_of)} {value} leaves no room for a {other} in {what}",
+            )
 
 
 def _same(value: Any, expected: Any) -> bool:

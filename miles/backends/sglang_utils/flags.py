@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import socket
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,19 +91,21 @@ def _read(lines: list[str]) -> list[PassThroughFlag]:
     return flags
 
 
-def server_flags() -> list[PassThroughFlag]:
+@cache
+def server_flags() -> tuple[PassThroughFlag, ...]:
     """SGLang's server flags that users may set."""
     lines = (Path(__file__).parent / "server_flags.tsv").read_text(encoding="utf-8").splitlines()
     flags = _read(lines)
     known = {name for flag in flags for name in flag.names}
     older = [flag for flag in _read(list(_OLDER_SERVER_FLAGS)) if flag.names[0] not in known]
-    return [flag for flag in flags + older if flag.dest not in _OWN_SERVER_FLAGS]
+    return tuple(flag for flag in flags + older if flag.dest not in _OWN_SERVER_FLAGS)
 
 
-def router_flags() -> list[PassThroughFlag]:
+@cache
+def router_flags() -> tuple[PassThroughFlag, ...]:
     """sglang-router's flags that users may set."""
     lines = (Path(__file__).parent / "router_flags.tsv").read_text(encoding="utf-8").splitlines()
-    return [flag for flag in _read(lines) if flag.dest not in _OWN_ROUTER_FLAGS]
+    return tuple(flag for flag in _read(lines) if flag.dest not in _OWN_ROUTER_FLAGS)
 
 
 def router_command_flags(args: Namespace) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from miles.utils.flag_rules import require, require_fraction, require_not_negative, require_positive
@@ -65,7 +66,7 @@ def _add_batch_flags(parser: ArgumentParser) -> None:
         "--max-tokens-per-gpu",
         type=int,
         default=None,
-        help="Most tokens of one micro batch on one rank. Required with --use-dynamic-batch-size.",
+        help="Most tokens of one micro batch on one rank. None: only without --use-dynamic-batch-size.",
     )
     group.add_argument(
         "--log-probs-max-tokens-per-gpu",
@@ -163,8 +164,8 @@ def _add_loss_flags(parser: ArgumentParser) -> None:
         "--custom-loss-function-path",
         type=str,
         default=None,
-        help="Dotted path of fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics). Required with --loss-type "
-        "custom_loss.",
+        help="Dotted path of fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics). None: only without "
+        "--loss-type custom_loss.",
     )
     group.add_argument("--eps-clip", type=float, default=0.2, help="Lower clip range of the probability ratio.")
     group.add_argument(
@@ -385,6 +386,10 @@ def _validate_algorithm(args: Namespace) -> None:
         args.loss_type != "custom_loss" or args.custom_loss_function_path is not None,
         "--loss-type custom_loss needs --custom-loss-function-path",
     )
+    require(
+        not uses_reference(args) or os.path.isdir(args.ref_load or ""),
+        f"--ref-load: {args.ref_load!r} is not a directory; it must be a checkpoint of the reference policy",
+    )
     require_not_negative(args, "eps_clip", "eps_clip_high", "tis_clip_low", "opsm_delta")
     require_positive(args, "tis_clip")
     require_fraction(args, "gamma")
@@ -403,6 +408,8 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
         yield "--num-epoch has no effect: --num-rollout is given"
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
         yield "--kl-loss-coef has no effect without --use-kl-loss"
+    if "ref_load" in given and not uses_reference(args):
+        yield "--ref-load has no effect without --use-kl-loss or --kl-coef: training starts from --hf-checkpoint"
     if args.use_dynamic_batch_size and "micro_batch_size" in given:
         yield "--micro-batch-size has no effect with --use-dynamic-batch-size"
     if not args.use_dynamic_batch_size and given & {"max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"}:

@@ -74,7 +74,7 @@ def embedded_engine_command(args: Namespace, host: str, port: int, *, seed: int)
         "--dtype": args.embedded_dtype,
         "--device": args.embedded_device,
         "--max-running-requests": args.embedded_max_running_requests,
-        "--context-length": args.rollout_max_context_len,
+        "--context-length": max(args.rollout_max_context_len, args.eval_max_context_len or 0),
         "--random-seed": args.rollout_seed + seed,
     }
     for name, value in options.items():

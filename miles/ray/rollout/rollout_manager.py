@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from miles.ray.cluster import num_engines, num_trainers
 from miles.ray.rollout.engine_actor import EngineActor
@@ -32,6 +33,7 @@ from miles.utils.async_utils import close_async_loop, run
 from miles.utils.http_utils import close_http_client, init_http_client
 from miles.utils.logging_utils import redirect_output
 from miles.utils.misc import load_function
+from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -173,12 +175,19 @@ class RolloutManager:
     async def watch(self) -> None:
         """Never returns; raises when the router, an engine or an engine's actor dies."""
         watchers = [asyncio.ensure_future(self._router.watch())]
-        watchers += [asyncio.ensure_future(_await_ref(engine.watch.remote())) for engine in self._engines]
+        watchers += [asyncio.ensure_future(self._watch_engine(i)) for i in range(len(self._engines))]
         done, pending = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         await done.pop()
+
+    async def _watch_engine(self, index: int) -> None:
+        try:
+            await self._engines[index].watch.remote()
+        except RayActorError as error:
+            log = self._logs / f"engine-{index}.log"
+            raise ProcessDied(f"the actor that owns engine-{index} died; see {log}{log_tail(log)}") from error
 
     async def dispose(self) -> None:
         """End the rollout functions, the data source, the router and the engines. Bounded in time."""
@@ -215,7 +224,3 @@ def _example(samples: list[Sample]) -> dict[str, Any]:
         "reward": sample.reward,
         "weight_versions": list(sample.weight_versions),
     }
-
-
-async def _await_ref(ref: Any) -> Any:
-    return await ref

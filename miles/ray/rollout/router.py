@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from miles.backends.sglang_utils.flags import router_command_flags
 from miles.ray.rollout.engine_actor import wait_healthy
 from miles.utils.http_utils import find_available_port, get_host_info
 from miles.utils.processes import ChildProcess
@@ -64,14 +65,15 @@ class Router:
     def _command(self) -> list[str]:
         args = self._args
         command = [sys.executable, "-m", "sglang_router.launch_router", "--host", self.ip, "--port", str(self.port)]
-        command += ["--prometheus-host", self.ip, "--prometheus-port", str(find_available_port(0))]
+        if args.router_prometheus_port is None:
+            command += ["--prometheus-host", self.ip, "--prometheus-port", str(find_available_port(0))]
         command += ["--request-timeout-secs", str(args.sglang_router_request_timeout_secs)]
         # Our own client decides what is worth a retry; the router would repeat requests that already ran.
         command += ["--disable-retries", "--disable-circuit-breaker", "--shutdown-grace-period-secs", "1"]
         command += ["--worker-startup-check-interval", "1", "--log-level", "warn"]
         if args.sglang_router_policy:
             command += ["--policy", args.sglang_router_policy]
-        return command
+        return command + router_command_flags(args)  # last: what the user says wins
 
     @staticmethod
     async def _healthy_engines(session: aiohttp.ClientSession) -> set[str]:

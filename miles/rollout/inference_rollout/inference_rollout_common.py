@@ -11,7 +11,6 @@ outside of it. Importing this module is light: the tokenizer and its libraries a
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from miles.rollout.generate_utils.generate_endpoint_utils import ensure_routing_
 from miles.rollout.inference_rollout.compatibility import call_generate_function, load_generate_function
 from miles.rollout.inference_rollout.sibling_tasks import gather_or_cancel
 from miles.rollout.rm_hub import async_rm, batched_async_rm
+from miles.utils.data import private_copy
 from miles.utils.timeline import BusyIntervals
 from miles.utils.types import Sample
 
@@ -142,9 +142,8 @@ async def generate_and_rm(
             sample.status = Sample.Status.ABORTED
             return sample
         with state.busy:
-            input = GenerateFnInput(
-                state=state, sample=sample, sampling_params=copy.deepcopy(sampling_params), evaluation=evaluation
-            )
+            own_params = {name: private_copy(value) for name, value in sampling_params.items()}
+            input = GenerateFnInput(state=state, sample=sample, sampling_params=own_params, evaluation=evaluation)
             generated = await call_generate_function(state.generate_function_for(sample), input)
 
     members = generated if isinstance(generated, list) else [generated]

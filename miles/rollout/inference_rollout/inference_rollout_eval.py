@@ -6,20 +6,21 @@ the evaluation, and its error is raised.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout.generate_utils.generate_endpoint_utils import ensure_routing_key
 from miles.rollout.inference_rollout.inference_rollout_common import compute_sampling_params, generate_and_rm
 from miles.rollout.inference_rollout.sibling_tasks import gather_or_cancel
-from miles.utils.data import Dataset
-from miles.utils.eval_config import EvalDatasetConfig, resolve_eval_datasets
+from miles.rollout.prompt_data import eval_configs, load_eval_dataset
+from miles.utils.data import copy_prompt
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from miles.rollout.inference_rollout.inference_rollout_common import GenerateState
+    from miles.utils.data import Dataset
+    from miles.utils.eval_config import EvalDatasetConfig
 
 
 async def eval_rollout(state: GenerateState, prompt_dataset_cache: dict[Any, Dataset]) -> dict[str, dict[str, Any]]:
@@ -30,11 +31,8 @@ async def eval_rollout(state: GenerateState, prompt_dataset_cache: dict[Any, Dat
     args = state.args
     if getattr(args, "group_rm", False):
         raise ValueError("--group-rm rewards training groups; evaluation does not support it, set --eval-function-path")
-    configs = getattr(args, "eval_datasets", None)
-    if configs is None:
-        configs = resolve_eval_datasets(args)
     results = await gather_or_cancel(
-        eval_rollout_single_dataset(state, config, prompt_dataset_cache) for config in configs
+        eval_rollout_single_dataset(state, config, prompt_dataset_cache) for config in eval_configs(args)
     )
     return {name: data for result in results for name, data in result.items()}
 
@@ -94,7 +92,7 @@ def _samples(args: Namespace, dataset: Dataset, config: EvalDatasetConfig) -> li
     result: list[tuple[Sample, int]] = []
     for group_index, prompt in enumerate(dataset.samples):
         for repeat in range(config.n_samples_per_eval_prompt):
-            sample = copy.deepcopy(prompt)
+            sample = copy_prompt(prompt)
             sample.group_index = group_index
             sample.index = len(result)
             sample.metadata = config.inject_metadata(sample.metadata)
@@ -119,25 +117,3 @@ def _cached_dataset(state: GenerateState, config: EvalDatasetConfig, cache: dict
     if key not in cache:
         cache[key] = load_eval_dataset(args, config, state.tokenizer, state.processor)
     return cache[key]
-
-
-def load_eval_dataset(args: Namespace, config: EvalDatasetConfig, tokenizer: Any, processor: Any = None) -> Dataset:
-    """The prompts of one evaluation data set. Raises ValueError as `Dataset` does."""
-    from miles.utils.processing_utils import model_context_length
-
-    context = getattr(args, "eval_max_context_len", None) or getattr(args, "rollout_max_context_len", None)
-    return Dataset(
-        config.path,
-        tokenizer,
-        processor,
-        getattr(args, "eval_max_prompt_len", None),
-        prompt_key=config.input_key,
-        multimodal_keys=getattr(args, "multimodal_keys", None),
-        label_key=config.label_key,
-        tool_key=config.tool_key,
-        metadata_key=config.metadata_key,
-        seed=getattr(args, "rollout_seed", 42),
-        apply_chat_template=getattr(args, "apply_chat_template", False),
-        apply_chat_template_kwargs=getattr(args, "apply_chat_template_kwargs", None),
-        max_context_length=context or model_context_length(args.hf_checkpoint),
-    )

@@ -21,7 +21,7 @@ from miles.rollout.generate_utils.generate_endpoint_utils import router_url
 from miles.rollout.inference_rollout.compatibility import shorten
 from miles.rollout.inference_rollout.inference_rollout_common import generate_and_rm_group
 from miles.rollout.inference_rollout.sibling_tasks import cancel_and_settle, failure_of
-from miles.utils.http_utils import get, post
+from miles.utils.http_utils import HttpRequestError, get, post
 from miles.utils.misc import call_agent_abort_hook, load_function
 from miles.utils.types import Sample
 
@@ -177,7 +177,12 @@ async def _abort_until_settled(state: GenerateState, pendings: set[asyncio.Task[
 
 
 async def _abort_engines(args: Namespace) -> None:
-    urls = await get_worker_urls(args)
+    """Ask every engine once. A router or an engine that does not answer is logged: the next round asks again."""
+    try:
+        urls = await get_worker_urls(args)
+    except HttpRequestError as error:
+        logger.warning("the router did not list its engines for the abort: %s", error)
+        return
     results = await asyncio.gather(
         *(post(f"{url}/abort_request", {"abort_all": True}, max_retries=0) for url in urls), return_exceptions=True
     )

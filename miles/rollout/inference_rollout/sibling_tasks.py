@@ -21,23 +21,36 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
     Cancelling the caller does the same. A child that ends cancelled although nobody cancelled it is a failure
     (RuntimeError), so that it is never mistaken for the caller's own cancellation.
     """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    children = list(coroutines)
+    tasks = [asyncio.ensure_future(_own_cancellation_fails(child)) for child in children]
     if not tasks:
         return []
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         failure = next((f for f in map(failure_of, tasks) if f is not None), None)
-    except asyncio.CancelledError:
+        if failure is not None:
+            raise failure
+    except BaseException:
         await cancel_and_settle(tasks)
+        for child in children:
+            child.close()  # one that was cancelled before its first step has not been awaited
         raise
-    if failure is not None:
-        await cancel_and_settle(tasks)
-        raise failure
     return [task.result() for task in tasks]
 
 
+async def _own_cancellation_fails(child: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await child
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() == 0:
+            name = getattr(child, "__qualname__", child)
+            raise RuntimeError(f"{name} was cancelled from within") from error
+        raise
+
+
 def failure_of(task: asyncio.Future[Any]) -> BaseException | None:
-    """Why a task has failed; None while it runs and where it succeeded."""
+    """Why a task has failed; None while it runs and where it succeeded. To have been cancelled is a failure."""
     if not task.done():
         return None
     if task.cancelled():

@@ -19,7 +19,7 @@ MEMORY_BYTES = 4 << 30
 
 
 def equivalent(given: str, expected: str) -> bool:
-    from math_verify import parse, verify  # type: ignore[import-untyped]
+    from math_verify import parse, verify
 
     gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (expected, given))
     return bool(gold and answer and verify(gold, answer, timeout_seconds=None))

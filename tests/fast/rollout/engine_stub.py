@@ -60,7 +60,7 @@ class EngineStub:
 
     `respond(payload)` makes the answers. A request for which `holds(payload)` is true waits until it is aborted (it
     then returns `partial` with the finish reason abort) or `release` is set. Other requests are answered once
-    `expected_held` requests are held.
+    `expected_held` requests are held. The first `unlisted` requests for /workers fail.
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,7 @@ class EngineStub:
         self.expected_held = 0
         self.held = 0
         self.all_held = asyncio.Event()
+        self.unlisted = 0
         self.in_flight = 0
         self.peak = 0
         self._abort = asyncio.Event()
@@ -140,6 +141,9 @@ class EngineStub:
         return abort.is_set()
 
     async def _workers(self, request: web.Request) -> web.Response:
+        if self.unlisted > 0:
+            self.unlisted -= 1
+            raise web.HTTPServiceUnavailable
         return web.json_response({"workers": [{"url": f"{self.url}@0"}, {"url": f"{self.url}@1"}]})
 
     async def _abort_request(self, request: web.Request) -> web.Response:

@@ -91,9 +91,10 @@ def test_a_missing_prompt_file_is_named(tmp_path):
 
 
 def test_a_prompt_beyond_the_models_context_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1}')
-    with pytest.raises(ValueError, match="5 of 5 prompts leave no room for an answer in the context of 1 tokens"):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 16}')
+    with pytest.raises(ValueError, match=r"5 of 5 prompts .* an answer of 16 tokens in the context of 16"):
         RolloutDataSource(flags(tmp_path, hf_checkpoint=str(tmp_path)))
+    assert RolloutDataSource(flags(tmp_path, hf_checkpoint=str(tmp_path), rollout_max_response_len=15)).dataset
     assert RolloutDataSource(flags(tmp_path, hf_checkpoint=str(tmp_path), rollout_max_context_len=2)).dataset
 
 

@@ -62,6 +62,40 @@ async def test_cancelled_wait_leaves_no_get_behind_and_takes_no_group_with_it(mo
         assert group_indexes((await fn(train())).samples) == [0]
 
 
+@virtual
+async def test_returned_groups_keep_their_order_over_several_failures(monkeypatch):
+    failing_on = 2
+
+    def dynamic_filter(args: Any, group: list[Sample]) -> bool:
+        if group[0].group_index == failing_on:
+            raise ZeroDivisionError
+        return True
+
+    async with fed_by_hand(monkeypatch, *(finished(i) for i in range(4)), rollout_batch_size=4) as fn:
+        fn._dynamic_filter = dynamic_filter
+        for failing_on in (2, 1, 3, 0):  # noqa: B007 - read by the filter
+            with pytest.raises(ZeroDivisionError):
+                await fn(train())
+        assert [(await fn._next_group())[0][0].group_index for _ in range(4)] == [0, 1, 2, 3]
+
+
+@virtual
+async def test_cancelled_wait_ends_only_after_its_get_has_ended(monkeypatch):
+    left = []
+
+    async def wait_for_group(fn: module.FullyAsyncRolloutFn) -> None:
+        try:
+            await fn._next_group()
+        finally:
+            left.extend(task.get_name() for task in asyncio.all_tasks() if "next group" in task.get_name())
+
+    async with fed_by_hand(monkeypatch) as fn:
+        waiting = asyncio.create_task(wait_for_group(fn))
+        await settle()
+        await cancel(waiting)
+    assert left == []
+
+
 @pytest.mark.parametrize("steps", range(6))
 @virtual
 async def test_group_that_arrives_while_the_drain_is_cancelled_is_not_lost(monkeypatch, steps):
@@ -392,7 +426,7 @@ async def test_close_after_the_worker_has_failed(monkeypatch, caplog):
     await settle()
     await fn.close()
     await fn.close()
-    assert "seen by nobody" in caplog.text
+    assert "closing a fully-async rollout whose worker had failed: ValueError('seen by nobody')" in caplog.text
     with pytest.raises(RuntimeError, match="closed"):
         await fn(train())
 

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 import miles.rollout.fully_async_rollout as module
-from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput
+from miles.rollout.base_types import (
+    GenerateFnInput,
+    GenerateFnOutput,
+    RolloutFnConstructorInput,
+    RolloutFnEvalInput,
+)
 from miles.rollout.filter_hub.base_types import DynamicFilterOutput
+from miles.rollout.inference_rollout.inference_rollout_common import GenerateState
 from miles.utils.misc import function_registry
 from miles.utils.types import Sample
 from tests.fast.fakes import (
@@ -26,7 +32,7 @@ from tests.fast.fakes import (
 from tests.fast.rollout.fully_async_setup import build, fed_by_hand, running, train
 from tests.fast.virtual_time import settle, virtual
 
-ABORTED = Sample.Status.ABORTED
+ABORTED, COMPLETED = Sample.Status.ABORTED, Sample.Status.COMPLETED
 PREFIX = "rollout/fully_async/"
 
 
@@ -102,6 +108,15 @@ async def test_group_of_the_wrong_size_is_an_error_naming_it(monkeypatch):
             await fn(train())
         with pytest.raises(ValueError, match="group 4"):
             await fn(train(1))
+
+
+@virtual
+async def test_generation_that_returns_no_list_is_an_error_naming_the_group(monkeypatch):
+    async def forget_to_return(state: Any, group: list[Sample], **keywords: Any) -> None: ...
+
+    async with running(monkeypatch, forget_to_return) as fn:
+        with pytest.raises(TypeError, match=r"generating group 0 \(samples 0..1\) returned None"):
+            await fn(train())
 
 
 # ---- eval and user mistakes
@@ -562,3 +577,32 @@ async def test_does_not_warn_while_groups_come_in(monkeypatch, caplog):
     async with running(monkeypatch, slow, rollout_batch_size=4, async_max_concurrent_samples=2) as fn:
         await fn(train())
     assert caplog.records == []
+
+
+# ---- together with the real generation path
+
+
+@virtual
+async def test_custom_generate_function_gets_the_instances_generate_state_and_retries_recycled_groups():
+    inputs = []
+
+    async def custom_generate(input: GenerateFnInput) -> GenerateFnOutput:
+        inputs.append(input)
+        await asyncio.sleep(input.sample.index or 0)
+        first_try = input.sample.status == Sample.Status.PENDING
+        answer([input.sample], status=ABORTED if first_try and input.sample.group_index == 0 else COMPLETED)
+        return GenerateFnOutput(input.sample)
+
+    with function_registry.temporary("custom_generate", custom_generate):
+        args = rollout_args(custom_generate_function_path="custom_generate")
+        fn = module.FullyAsyncRolloutFn(RolloutFnConstructorInput(args, FakeDataSource()))
+        output = await fn(train())
+    try:
+        assert group_indexes(output.samples) == [0, 1]
+        assert output.metrics[PREFIX + "aborted_groups_recycled"] == 1
+        assert isinstance(fn.state, GenerateState)
+        assert all(input.state is fn.state and not input.evaluation for input in inputs)
+        assert inputs[0].sampling_params == fn.state.sampling_params
+        assert inputs[0].sampling_params is not fn.state.sampling_params
+    finally:
+        await fn.close()

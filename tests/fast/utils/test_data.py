@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.utils.data import Dataset, SlicedPath, read_rows
+from miles.utils.data import Dataset, SlicedPath, copy_prompt, read_rows
+from miles.utils.types import Sample
 from tests.fast.rollout.engine_stub import CharTokenizer
 
 
@@ -245,3 +246,35 @@ def test_epochs_differ(write):
         orders.append(prompts(data))
     assert orders[0] != orders[1] != orders[2]
     assert orders[0] != [str(i) for i in range(50)]
+
+
+# Copies
+
+
+def test_a_copied_prompt_is_equal_and_shares_nothing_that_can_change():
+    prompt = Sample(
+        prompt=[{"role": "user", "content": "A"}],
+        metadata={"tools": [{"a": [1]}]},
+        multimodal_inputs={"images": ["x"]},
+        status=Sample.Status.ABORTED,
+        label=("t", 1),
+    )
+    prompt.of_a_plugin = [1]
+    duplicate = copy_prompt(prompt)
+    assert duplicate == prompt
+    duplicate.prompt[0]["content"] = "B"
+    duplicate.metadata["tools"][0]["a"].append(2)
+    duplicate.multimodal_inputs["images"].clear()
+    duplicate.tokens.append(1)
+    duplicate.weight_versions.append("1")
+    duplicate.spec_info.spec_verify_ct = 9
+    duplicate.prefix_cache_info.cached_tokens = 9
+    duplicate.of_a_plugin.append(2)
+    assert prompt == Sample(
+        prompt=[{"role": "user", "content": "A"}],
+        metadata={"tools": [{"a": [1]}]},
+        multimodal_inputs={"images": ["x"]},
+        status=Sample.Status.ABORTED,
+        label=("t", 1),
+    )
+    assert prompt.of_a_plugin == [1]

@@ -63,7 +63,13 @@ def test_a_text_only_checkpoint_has_no_processor(checkpoint):
 
 @pytest.mark.parametrize(
     ("config", "length"),
-    [({"max_position_embeddings": 64}, 64), ({"text_config": {"max_position_embeddings": 32}}, 32), ({}, None)],
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"text_config": {"max_position_embeddings": 32}}, 32),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default"}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
+        ({}, None),
+    ],
 )
 def test_the_context_length_is_the_models(tmp_path, config, length):
     (tmp_path / "config.json").write_text(json.dumps(config))

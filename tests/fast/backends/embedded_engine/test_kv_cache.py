@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miles.backends.embedded_engine.kv_cache import KVCache, KVShape
-from tests.fast.backends.embedded_engine.tiny import make_request
+from tests.fast.backends.embedded_engine.tiny import grow, make_request
 
 SHAPE = KVShape(layers=1, kv_heads=2, head_dim=3, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -36,13 +36,13 @@ def test_rows_follow_their_requests_through_joins_leaves_growth_and_compaction(s
         elif action < 0.95 and alive:
             key = rng.choice(list(alive))
             request = alive[key]
-            old = request.num_tokens
-            request.output_ids.extend([2] * rng.choice([1, 5, 50]))
+            grow(request, [2] * rng.choice([1, 5, 50]))
             outgrown = cache.outgrown()
             assert outgrown == ([request] if request.num_tokens > request.pool.length else [])
             if outgrown and not cache.promote(request):
-                del request.output_ids[old - len(request.prompt_ids) :]
-            write(request, key)
+                cache.leave(alive.pop(key))
+            else:
+                write(request, key)
         else:
             rng.choice([cache.compact, cache.trim])()
         assert cache.running == len(alive)

@@ -10,7 +10,7 @@ import torch
 
 from miles.backends.embedded_engine.random_numbers import seed_state, uniforms
 from miles.backends.embedded_engine.sampler import Sampler
-from tests.fast.backends.embedded_engine.tiny import make_request
+from tests.fast.backends.embedded_engine.tiny import grow, make_request
 
 CPU = torch.device("cpu")
 PROBS = torch.tensor([0.05, 0.4, 0.25, 0.1, 0.2])
@@ -76,7 +76,7 @@ def test_rows_of_one_batch_keep_their_own_settings() -> None:
 
 def test_penalties_change_the_logits_of_tokens_in_the_output() -> None:
     request = make_request([3, 3], frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.5, temperature=0)
-    request.output_ids.extend([1, 1, 2])
+    grow(request, [1, 1, 2])
     logits = torch.tensor([[0.5, 4.0, -1.0, 2.0, 0.0]])
     expected = torch.tensor([0.5, (4.0 - 2 * 0.5 - 0.25) / 1.5, (-1.0 - 0.5 - 0.25) * 1.5, 2.0, 0.0])
     sampler = Sampler([request], CPU)
@@ -84,7 +84,7 @@ def test_penalties_change_the_logits_of_tokens_in_the_output() -> None:
     assert tokens == [3]
     assert logprobs == pytest.approx([torch.log_softmax(expected, 0)[3].item()], abs=1e-5)
     assert logits[0, 1] == 4.0
-    request.output_ids.append(3)
+    grow(request, [3])
     expected[3] = (2.0 - 0.75) / 1.5
     tokens, logprobs = sampler.sample(logits)
     assert tokens == [1]
@@ -104,7 +104,7 @@ def test_no_end_token_before_min_new_tokens() -> None:
         if length < 2:
             assert logprobs[0] == pytest.approx(math.log(PROBS[tokens[0]].item() / 0.6), abs=1e-5)
         for request, token in zip(requests, tokens, strict=True):
-            request.output_ids.append(token)
+            grow(request, [token])
 
 
 def test_a_token_of_probability_0_is_never_drawn() -> None:

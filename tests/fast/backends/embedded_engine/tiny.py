@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from miles.backends.embedded_engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 VOCAB_SIZE = 97
 CONTEXT_LENGTH = 512
@@ -121,6 +121,12 @@ def make_request(prompt: Sequence[int], rid: str = "r", *, seed: int = 0, **fiel
     )
 
 
+def grow(request: Request, tokens: Sequence[int]) -> None:
+    """Append output tokens as if they had been generated."""
+    for token in tokens:
+        request.append(token, 0.0, "default")
+
+
 def make_scheduler(
     directory: Path,
     *,
@@ -129,9 +135,7 @@ def make_scheduler(
     max_prefill_tokens: int = 8192,
     context_length: int | None = None,
 ) -> Scheduler:
-    model = load_model(
-        str(directory), dtype=torch.float32, device=torch.device("cpu"), context_length=context_length
-    )
+    model = load_model(str(directory), dtype=torch.float32, device=torch.device("cpu"), context_length=context_length)
     return scheduler_of(
         model,
         max_running_requests=max_running_requests,

@@ -310,3 +310,13 @@ async def test_a_group_of_the_wrong_size_is_an_error(engine, register):
 
 async def test_worker_urls_are_the_engines_each_once(engine):
     assert await get_worker_urls(engine.args()) == [engine.url]
+
+
+async def test_a_router_that_does_not_list_its_engines_at_first_is_asked_again(engine, register, monkeypatch, caplog):
+    monkeypatch.setattr(inference_rollout_train, "ABORT_REPEAT_SECS", 0.01)
+    engine.unlisted = 1
+    engine.holds, engine.expected_held = lambda payload: group_of(payload) == 0, 2
+    fn = rollout_fn(engine, over_sampling_batch_size=3)
+    output = await fn(RolloutFnTrainInput(0))
+    assert indices(output.samples) == [1, 2]
+    assert "the router did not list its engines for the abort" in caplog.text

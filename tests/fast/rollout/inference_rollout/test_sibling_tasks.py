@@ -64,11 +64,30 @@ async def test_cancelling_the_caller_settles_the_children_and_stays_a_cancellati
 
 
 async def test_a_child_that_cancels_itself_is_a_failure_not_a_cancellation():
+    settled = []
+
     async def child():
         raise asyncio.CancelledError
 
-    with pytest.raises(RuntimeError, match="cancelled from within"):
-        await gather_or_cancel([child()])
+    async def sibling():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            settled.append(True)
+
+    with pytest.raises(RuntimeError, match=r"child was cancelled from within"):
+        await gather_or_cancel([sibling(), child()])
+    assert settled == [True]
+
+
+async def test_a_child_that_never_began_leaves_no_warning():
+    async def never_begins():
+        raise AssertionError
+
+    parent = asyncio.ensure_future(gather_or_cancel([never_begins()]))
+    asyncio.get_running_loop().call_soon(parent.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await parent
 
 
 async def test_settling_goes_on_when_the_caller_is_cancelled_meanwhile():
