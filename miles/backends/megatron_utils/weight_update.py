@@ -6,9 +6,9 @@
               they are being answered: broadcast from rank 0 of a group that only trainer and engines share
 
 What if an engine refuses? A bucket is broadcast while its HTTP calls are still open, so a refusal arrives while the
-broadcast waits for a receiver that will never come. The calls are watched: the first one that fails ends the update with
-an error that names the engine, and the engines are told to leave the group. Their connections close, which ends the
-broadcast on every side. Nothing is retried.
+broadcast waits for a receiver that will never come. The calls are watched: the first one that fails ends the update
+with an error that names the engine, and the engines are told to leave the group. Their connections close, which ends
+the broadcast on every side. Nothing is retried.
 
 What is left behind by a failure: before the first bucket the weights are untouched, so the bracket is closed and the
 engines are continued. After it an engine may hold a mixture, so all of them stay paused: better silent than wrong.

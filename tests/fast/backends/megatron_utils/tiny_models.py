@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VOCAB = 64
 _COMMON = {
