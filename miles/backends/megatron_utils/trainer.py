@@ -267,7 +267,7 @@ class MegatronTrainer:
 
     def _build_reference(self) -> torch.nn.Module | None:
         """The frozen model that KL terms compare with; None where no flag uses one."""
-        if not (self._loss_config.use_kl_loss or getattr(self._args, "kl_coef", 0.0)):
+        if not self._loss_config.use_kl_loss and not getattr(self._args, "kl_coef", 0.0):
             return None
         source = checkpoint.hf_directory(getattr(self._args, "ref_load", None) or self._args.hf_checkpoint)
         if HFModelConfig.from_dir(source) != self._hf:
