@@ -100,6 +100,7 @@ class LengthClass:
         """Take the row back; `compact` must run before the next step."""
         self._holes.append(row)
 
+    @torch.inference_mode()
     def compact(self) -> None:
         """Fill the holes with the last rows, in one copy."""
         if not self._holes:

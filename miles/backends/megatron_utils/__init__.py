@@ -1,0 +1,1 @@
+"""The megatron-core trainer. Importing this package imports nothing; `trainer.MegatronTrainer` is the entry."""

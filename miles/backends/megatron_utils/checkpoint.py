@@ -1,0 +1,305 @@
+"""Checkpoints that hold bytes and numbers, never code: safetensors and JSON, nothing is unpickled.
+
+    <save>/
+      latest_checkpointed_iteration.txt   the rollout id of the newest checkpoint; written last
+      iter_0000042/                       appears by a rename, complete
+        config.json, tokenizer,           the model under Hugging Face names: transformers, the engines and
+          model.safetensors               `--hf-checkpoint` can load the directory as it is
+        optimizer.safetensors             "<hf name>|exp_avg", ...: moments under Hugging Face names, and float32
+                                          master weights where the model is bf16
+        rng.safetensors                   generator states of each rank
+        state.json                        rollout id, weight version, position in the schedule, scalar optimizer state,
+                                          and size and digest of every other file
+
+Why an own format: megatron-core's distributed checkpoints keep metadata and common state as pickles. Tensors under
+Hugging Face names do not depend on how the model was split, because the converter that splits weights also splits
+moments.
+
+Loading goes from the newest checkpoint to older ones: one whose digests do not match is refused with a warning that
+says why, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from safetensors.torch import load_file, save_file
+
+from miles.backends.megatron_utils import parallel
+from miles.backends.megatron_utils.converter import param_spec, to_hf, to_mcore
+from miles.backends.megatron_utils.hf_export import publish, write_hf_files
+from miles.backends.megatron_utils.model import unwrap
+from miles.backends.megatron_utils.weights import hf_named_tensors, load_hf_weights
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator
+
+    from miles.backends.megatron_utils.hf_config import HFModelConfig
+
+logger = logging.getLogger(__name__)
+
+Scalars = dict[str, dict[str, float]]
+"""{field of the torch optimizer's state: {megatron-core name: value}}"""
+
+POINTER = "latest_checkpointed_iteration.txt"
+FORMAT = 1
+_STATE = "state.json"
+_OPTIMIZER = "optimizer.safetensors"
+_RNG = "rng.safetensors"
+_MASTER = "master"
+_ITERATION_DIR = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    rollout_id: int
+    """The last rollout that was trained on."""
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The objects that a checkpoint is made from and loaded into."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    scheduler: Any
+
+
+def save(directory: str | Path, state: TrainingState, progress: Progress, *, hf: HFModelConfig, args: Namespace) -> str:
+    """Write `iter_<rollout_id>` under `directory`; rank 0 writes, the others wait. Returns its path."""
+    target = Path(directory) / f"iter_{progress.rollout_id:07d}"
+    rng = _gather_rng_states()
+    if dist.get_rank() == 0:
+        with publish(target) as part:
+            _write(part, state, progress, rng, hf=hf, args=args)
+        _write_pointer(Path(directory), progress.rollout_id)
+    parallel.barrier()
+    return str(target)
+
+
+def load_newest(directory: str | Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress | None:
+    """Load the newest readable checkpoint under `directory` into `state`; None where there is no checkpoint at all.
+
+    Raises:
+        ValueError: there are checkpoints, but none is readable; or `--load` names something else entirely.
+    """
+    root = Path(directory)
+    refused = []
+    for candidate in _candidates(root):
+        problem = verify(candidate)
+        if problem is None:
+            return _read(candidate, state, hf=hf, args=args)
+        logger.warning("checkpoint %s is refused: %s; trying the one before it", candidate, problem)
+        refused.append(f"{candidate.name}: {problem}")
+    if refused:
+        raise ValueError(f"--load {directory}: no checkpoint there is readable ({'; '.join(refused)})")
+    return None
+
+
+def hf_directory(path: str | Path) -> Path:
+    """`path` where it is a Hugging Face checkpoint, or the newest readable one of ours under it.
+
+    Raises:
+        ValueError: neither.
+    """
+    root = Path(path)
+    if (root / "config.json").is_file():
+        return root
+    found = next((c for c in _candidates(root) if verify(c) is None), None)
+    if found is None:
+        raise ValueError(f"{path} has no config.json, and no readable checkpoint (iter_*) either")
+    return found
+
+
+def verify(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint directory, or None where every file is there and has its digest."""
+    try:
+        recorded = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+        files = recorded["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{_STATE} cannot be read ({type(error).__name__}: {error})"
+    if recorded.get("format") != FORMAT:
+        return f"{_STATE} has format {recorded.get('format')!r}, this version reads {FORMAT}"
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+        if _digest(path) != expected["blake2b"]:
+            return f"{name} is damaged (its digest differs)"
+    return None
+
+
+def _candidates(root: Path) -> list[Path]:
+    """Checkpoint directories: the one that the pointer names, then the others from new to old."""
+    if not root.is_dir():
+        return []
+    numbered = {int(m[1]): path for path in root.iterdir() if (m := _ITERATION_DIR.fullmatch(path.name))}
+    order = sorted(numbered, reverse=True)
+    pointer = root / POINTER
+    pointed = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    if pointed.isdigit() and int(pointed) in numbered:
+        order.remove(int(pointed))
+        order.insert(0, int(pointed))
+    return [numbered[i] for i in order]
+
+
+def _write(
+    part: Path,
+    state: TrainingState,
+    progress: Progress,
+    rng: dict[str, torch.Tensor],
+    *,
+    hf: HFModelConfig,
+    args: Namespace,
+) -> None:
+    write_hf_files(part, hf_named_tensors(state.model, hf), source=Path(args.hf_checkpoint))
+    save_file(rng, part / _RNG)
+    scalars: Scalars = {}
+    if not getattr(args, "no_save_optim", False):
+        tensors, scalars = _optimizer_tensors(state, hf)
+        save_file(tensors, part / _OPTIMIZER)
+    files = {p.name: {"bytes": p.stat().st_size, "blake2b": _digest(p)} for p in sorted(part.iterdir())}
+    record = {
+        "format": FORMAT,
+        "rollout_id": progress.rollout_id,
+        "weight_version": progress.weight_version,
+        "optimizer_steps": state.scheduler.num_steps,
+        "optimizer_scalars": scalars,
+        "files": files,
+    }
+    (part / _STATE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _read(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress:
+    record = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    load_hf_weights(state.model, checkpoint, hf)
+    state.optimizer.reload_model_params()
+    if (checkpoint / _OPTIMIZER).is_file() and not getattr(args, "reset_optimizer_states", False):
+        _load_optimizer(checkpoint, state, record["optimizer_scalars"], hf)
+    else:
+        logger.warning("checkpoint %s: starting with fresh optimizer moments", checkpoint)
+    state.scheduler.num_steps = int(record["optimizer_steps"])
+    state.scheduler.step(0)
+    _restore_rng_state(load_file(checkpoint / _RNG))
+    logger.info("resumed from %s", checkpoint)
+    return Progress(rollout_id=int(record["rollout_id"]), weight_version=int(record["weight_version"]))
+
+
+def _write_pointer(root: Path, rollout_id: int) -> None:
+    part = root / f".{POINTER}.part"
+    part.write_text(f"{rollout_id}\n", encoding="utf-8")
+    os.replace(part, root / POINTER)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+# --- optimizer state, under Hugging Face names -----------------------------------------------------------------------
+
+
+def _optimized(state: TrainingState) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+    """megatron-core name, the model's parameter, and the tensor that the optimizer updates: the parameter itself, or
+    its float32 master copy."""
+    for name, parameter in unwrap(state.model).named_parameters():
+        yield name, parameter, getattr(parameter, "main_param", parameter)
+
+
+def _torch_optimizer(state: TrainingState) -> torch.optim.Optimizer:
+    inner: torch.optim.Optimizer = state.optimizer.optimizer
+    return inner
+
+
+def _optimizer_tensors(state: TrainingState, hf: HFModelConfig) -> tuple[dict[str, torch.Tensor], Scalars]:
+    """Tensors "<hf name>|<field>", and the scalars, of the torch optimizer's state."""
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: Scalars = {}
+    optimizer = _torch_optimizer(state)
+    for name, parameter, optimized in _optimized(state):
+        fields = dict(optimizer.state.get(optimized, {}))
+        if optimized is not parameter:
+            fields[_MASTER] = optimized.detach()
+        for field, value in fields.items():
+            if isinstance(value, torch.Tensor) and value.shape == optimized.shape:
+                spec = param_spec(name)
+                for hf_name, part in zip(spec.hf_names, to_hf(spec, value, hf), strict=True):
+                    tensors[f"{hf_name}|{field}"] = part.cpu().contiguous()
+            else:
+                scalars.setdefault(field, {})[name] = float(value)
+    return tensors, scalars
+
+
+@torch.no_grad()
+def _load_optimizer(checkpoint: Path, state: TrainingState, scalars: Scalars, hf: HFModelConfig) -> None:
+    """Fill the torch optimizer's state. Every parameter gets its own `step` tensor: a shared one would be incremented
+    once per parameter and step, and the training would silently diverge."""
+    saved = load_file(checkpoint / _OPTIMIZER)
+    fields = sorted({key.rpartition("|")[2] for key in saved})
+    optimizer = _torch_optimizer(state)
+    optimizer.state.clear()
+    for name, _, optimized in _optimized(state):
+        spec = param_spec(name)
+        entry: dict[str, Any] = {
+            field: torch.tensor(values[name]) for field, values in scalars.items() if name in values
+        }
+        for field in fields:
+            parts = [saved.get(f"{hf_name}|{field}") for hf_name in spec.hf_names]
+            if any(part is None for part in parts):
+                continue
+            merged = to_mcore(spec, [part for part in parts if part is not None], hf).to(optimized.device)
+            if field == _MASTER:
+                optimized.copy_(merged)
+            else:
+                entry[field] = merged.clone()
+        if entry:
+            optimizer.state[optimized] = entry
+
+
+# --- random generators -----------------------------------------------------------------------------------------------
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state | {f"megatron.{name}": tensor for name, tensor in get_cuda_rng_tracker().get_states().items()}
+
+
+def _gather_rng_states() -> dict[str, torch.Tensor]:
+    """ "<rank>|<generator>" -> state bytes of all ranks."""
+    own = {name: tensor.cpu().clone() for name, tensor in _rng_state().items()}
+    everyone: list[Any] = [own]
+    if dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    return {f"{rank}|{name}": tensor for rank, states in enumerate(everyone) for name, tensor in states.items()}
+
+
+def _restore_rng_state(saved: dict[str, torch.Tensor]) -> None:
+    """Restore this rank's generators; a rank that the checkpoint does not know keeps its fresh ones."""
+    prefix = f"{dist.get_rank()}|"
+    own = {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
+    if not own:
+        return
+    torch.set_rng_state(own["torch"])
+    if torch.cuda.is_available() and "cuda" in own:
+        torch.cuda.set_rng_state(own["cuda"])
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({name.removeprefix("megatron."): t for name, t in own.items() if name.startswith("megatron.")})

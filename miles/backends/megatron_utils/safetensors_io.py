@@ -1,0 +1,129 @@
+"""Weights of a Hugging Face checkpoint, from safetensors files only: a format that holds bytes and cannot hold code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class SafetensorsReader:
+    """Reads tensors by name from `model.safetensors`, or from the shards that `model.safetensors.index.json` lists.
+
+    Use as a context manager. `reader[name]` raises ValueError naming the checkpoint where the tensor is missing.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._file_of = _locate(self.directory)
+        self._open: dict[Path, safe_open] = {}
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._open.values():
+            handle.__exit__(None, None, None)
+        self._open.clear()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._file_of:
+            raise ValueError(f"the checkpoint {self.directory} has no tensor {name!r}")
+        return self._handle(self._file_of[name]).get_tensor(name)
+
+    def _handle(self, path: Path) -> safe_open:
+        if path not in self._open:
+            handle = _open(path)
+            self._open[path] = handle.__enter__()
+        return self._open[path]
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _locate(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file that holds it."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
+        if missing:
+            raise ValueError(f"the checkpoint {directory} lacks {', '.join(missing)}, which {INDEX_FILE} lists")
+        return {name: directory / file for name, file in weight_map.items()}
+    single = directory / SINGLE_FILE
+    if not single.is_file():
+        raise ValueError(
+            f"the checkpoint {directory} has no {SINGLE_FILE} and no {INDEX_FILE}; "
+            "weights are read from safetensors only, convert other formats first"
+        )
+    with _open(single) as handle:
+        return dict.fromkeys(handle.keys(), single)
+
+
+def write_sharded(
+    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, max_shard_bytes: int = 4 * 1024**3
+) -> None:
+    """Write named tensors as `model.safetensors`, or as numbered shards with an index above `max_shard_bytes`.
+
+    At most one shard is held in memory at a time.
+    """
+    shards: list[list[str]] = []
+    total = 0
+    for group in _groups(tensors, max_shard_bytes):
+        save_file(
+            {name: t.detach().cpu().contiguous() for name, t in group},
+            _part(directory, len(shards)),
+            metadata={"format": "pt"},
+        )
+        shards.append([name for name, _ in group])
+        total += sum(t.nbytes for _, t in group)
+    if len(shards) == 1:
+        _part(directory, 0).rename(directory / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        _part(directory, i).rename(directory / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _part(directory: Path, i: int) -> Path:
+    return directory / f"part-{i:05d}.safetensors"
+
+
+def _groups(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive tensors grouped so that no group exceeds `max_bytes`, unless one tensor alone does."""
+    group: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if group and size + tensor.nbytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append((name, tensor))
+        size += tensor.nbytes
+    if group:
+        yield group

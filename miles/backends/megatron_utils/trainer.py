@@ -1,0 +1,391 @@
+"""One trainer rank: holds the model, learns from rollouts, keeps checkpoints, feeds the engines.
+
+    train(rollout_id, shard):
+        shard --tensors--> batch --reference and old log-probabilities--> --advantages--> batch
+        for each optimizer step of the rollout:
+            micro-batches -> forward, loss, backward ... -> reduced gradients -> clip -> AdamW -> schedule
+        -> metrics, summed over data-parallel ranks
+
+Every rank calls every method in the same order: `train`, `save`, `load` and `export_hf` contain collectives.
+There is no thread here and no Ray; the methods block.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from miles.backends.megatron_utils.cpu_shim import install_cpu_shim
+from miles.backends.megatron_utils.hf_config import HFModelConfig
+
+if not torch.cuda.is_available():  # before anything of megatron-core is imported: it asks for a device right there
+    install_cpu_shim()
+
+from miles.backends.megatron_utils import checkpoint, metrics, parallel
+from miles.backends.megatron_utils.hf_export import export_hf_checkpoint
+from miles.backends.megatron_utils.model import build_model, params_dtype, use_transformer_engine
+from miles.backends.megatron_utils.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    checks_for_nan,
+    optimizer_step,
+    steps_per_rollout,
+    wrap_data_parallel,
+)
+from miles.backends.megatron_utils.passes import StepScale, log_prob_pass, training_pass
+from miles.backends.megatron_utils.train_data import batch_from_shard, micro_batch, pad_multiple
+from miles.backends.megatron_utils.weight_update import WeightUpdateConfig, WeightUpdater, compare_checksums
+from miles.backends.megatron_utils.weights import hf_named_tensors, load_hf_weights
+from miles.backends.training_utils.advantages import compute_advantages_and_returns
+from miles.backends.training_utils.batching import micro_batch_indices, optimizer_steps
+from miles.backends.training_utils.loss import LossConfig
+from miles.utils.checksum import tensor_checksum
+from miles.utils.misc import load_function
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator, Sequence
+
+    from miles.backends.megatron_utils.train_data import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronTrainer:
+    """See the module docstring. `weight_version` counts weight updates; 0 before the first."""
+
+    def __init__(self, args: Namespace, *, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+        """Join the other ranks and build model, optimizer and schedule with the weights of `--hf-checkpoint`.
+
+        Raises:
+            ValueError: a checkpoint or flag that cannot be used; the message names it.
+        """
+        _set_threads()
+        self._args = args
+        self._layout = parallel.ParallelLayout.from_args(args, world_size)
+        self._hf = HFModelConfig.from_dir(args.hf_checkpoint)
+        self._loss_config = LossConfig.from_args(args)
+        self._hooks = _Hooks.from_args(args)
+        self._update_config = WeightUpdateConfig.from_args(args)
+        parallel.initialize_distributed(
+            args, self._layout, rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
+        )
+        self._hooks.init(args)
+        self.dp_rank = parallel.data_parallel_rank()
+        self.dp_size = self._layout.data_size(world_size)
+        self.is_weight_source = rank == 0
+        self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        model = build_model(self._hf, args, self._layout)
+        load_hf_weights(model, args.hf_checkpoint, self._hf)
+        self._model = wrap_data_parallel(model, args)
+        self._optimizer = build_optimizer(self._model, args)
+        self._scheduler = build_scheduler(self._optimizer, args)
+        self._reference = self._build_reference()
+        self._updater: WeightUpdater | None = None
+        self.weight_version = 0
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def load(self) -> int:
+        """Resume from the newest readable checkpoint under `--load`; returns the rollout to go on with (0: afresh).
+
+        Raises:
+            ValueError: there are checkpoints, but none can be read.
+        """
+        directory = getattr(self._args, "load", None)
+        if not directory:
+            return 0
+        state = checkpoint.load_newest(directory, self._training_state(), hf=self._hf, args=self._args)
+        if state is None:
+            logger.info("--load %s has no checkpoint: starting from %s", directory, self._args.hf_checkpoint)
+            return 0
+        self.weight_version = state.weight_version
+        return state.rollout_id + 1
+
+    def save(self, rollout_id: int) -> str:
+        """Write a checkpoint that continues after `rollout_id` under `--save`; returns its directory.
+
+        It appears complete or not at all: written beside, then renamed, then pointed to.
+        """
+        directory = getattr(self._args, "save", None)
+        if not directory:
+            raise ValueError("--save must name a directory to write checkpoints")
+        path = checkpoint.save(
+            directory,
+            self._training_state(),
+            checkpoint.Progress(rollout_id=rollout_id, weight_version=self.weight_version),
+            hf=self._hf,
+            args=self._args,
+        )
+        self._hooks.post_save(self._args, rollout_id, path)
+        return path
+
+    def export_hf(self, directory: str) -> None:
+        """Write config, tokenizer and weights so that `from_pretrained(directory)` loads them."""
+        if self.is_weight_source:
+            export_hf_checkpoint(directory, self.hf_named_tensors(), source=self._args.hf_checkpoint)
+        parallel.barrier()
+
+    def _training_state(self) -> checkpoint.TrainingState:
+        return checkpoint.TrainingState(self._model, self._optimizer, self._scheduler)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def train(self, rollout_id: int, shard: dict[str, Any]) -> dict[str, float]:
+        """All optimizer steps of one rollout on this rank's shard; returns the metrics, equal on every rank.
+
+        Raises:
+            ValueError: the shard lacks what the flags call for, or does not divide into optimizer steps.
+            FloatingPointError: a NaN or infinite gradient norm, unless such steps are skipped by flag.
+        """
+        start = time.perf_counter()
+        batch = batch_from_shard(shard, self._device)
+        num_samples = len(batch["tokens"])
+        global_batch_size = self._global_batch_size(shard, num_samples)
+        steps = optimizer_steps(num_samples, global_batch_size, self.dp_size)
+        reuse_forward = self._can_reuse_forward(len(steps))
+        times = metrics.Times()
+        if self._reference is not None:
+            with times.measure("ref_log_probs"):
+                batch["ref_log_probs"] = self._log_probs(self._reference, batch)
+        if not reuse_forward and self._needs_own_log_probs():
+            self._hooks.before_log_prob(self._args, self._model)
+            with times.measure("log_probs"):
+                batch["log_probs"] = self._log_probs(self._model, batch)
+        if getattr(self._args, "compute_advantages_and_returns", True) and self._loss_config.loss_type != "sft_loss":
+            compute_advantages_and_returns(self._args, batch, all_reduce_sum=parallel.sum_over_data_parallel)
+        with times.measure("actor_train"):
+            step_metrics = [
+                self._step(rollout_id, i, batch, samples, global_batch_size, reuse_forward)
+                for i, samples in enumerate(steps)
+            ]
+        tokens = float(sum(batch["total_lengths"]))
+        return {
+            **metrics.mean_of_steps(step_metrics),
+            **metrics.rollout_means(batch),
+            **metrics.perf(times, tokens=tokens, dp_size=self.dp_size, total_seconds=time.perf_counter() - start),
+            "train/step": float(self._scheduler.num_steps),
+        }
+
+    def _global_batch_size(self, shard: dict[str, Any], num_samples: int) -> int:
+        """Samples of one optimizer step over all ranks: as the shard says, or the flags, or an even share."""
+        return int(
+            shard.get("global_batch_size")
+            or getattr(self._args, "global_batch_size", None)
+            or num_samples * self.dp_size // steps_per_rollout(self._args)
+        )
+
+    def _can_reuse_forward(self, num_steps: int) -> bool:
+        """With one optimizer step, the weights before the step are those of its own forward pass: the pass that would
+        recompute the old log-probabilities is left out, and the numbers are the same."""
+        return (
+            num_steps == 1
+            and self._loss_config.loss_type == "policy_loss"
+            and not self._loss_config.use_rollout_logprobs
+            and not getattr(self._args, "kl_coef", 0.0)
+            and not getattr(self._args, "use_opd", False)
+            and not self._hooks.wants_log_prob_pass
+        )
+
+    def _needs_own_log_probs(self) -> bool:
+        config = self._loss_config
+        return config.loss_type != "sft_loss" and (not config.use_rollout_logprobs or config.get_mismatch_metrics)
+
+    def _step(
+        self,
+        rollout_id: int,
+        step_id: int,
+        batch: dict[str, Any],
+        samples: Sequence[int],
+        global_batch_size: int,
+        reuse_forward: bool,
+    ) -> dict[str, float]:
+        """One optimizer step on the samples at these positions of the batch."""
+        self._hooks.before_train_step(self._args, rollout_id, step_id, [self._model], self._optimizer, self._scheduler)
+        micro_batches, indices = self._micro_batches(batch, samples)
+        scale = self._scale(batch, samples, global_batch_size)
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        sums = training_pass(
+            self._model,
+            micro_batches,
+            self._loss_config,
+            scale,
+            vocab_size=self._hf.vocab_size,
+            reuse_forward=reuse_forward,
+        )
+        if reuse_forward:
+            batch["log_probs"] = _in_batch_order(indices, [m.samples["log_probs"] for m in micro_batches])
+        learning_rates = [group["lr"] for group in self._optimizer.param_groups]
+        updated, grad_norm = optimizer_step(self._optimizer, check_for_nan=checks_for_nan(self._args))
+        if updated:
+            self._scheduler.step(1)
+        return {
+            **metrics.step_means(sums, scale.normalizer),
+            "train/grad_norm": grad_norm,
+            **{f"train/lr-pg_{i}": float(lr) for i, lr in enumerate(learning_rates)},
+        }
+
+    def _scale(self, batch: dict[str, Any], samples: Sequence[int], global_batch_size: int) -> StepScale:
+        if not self._loss_config.calculate_per_token_loss:
+            return StepScale(float(global_batch_size), self.dp_size)
+        tokens = torch.cat([batch["loss_masks"][i] for i in samples]).sum().double()
+        total = float(parallel.sum_over_data_parallel(tokens.view(1)))
+        return StepScale(max(total, 1.0), self.dp_size)
+
+    def _log_probs(self, model: torch.nn.Module, batch: dict[str, Any]) -> list[torch.Tensor]:
+        """Log-probabilities of every sample's response tokens under `model`, in batch order."""
+        micro_batches, indices = self._micro_batches(batch, range(len(batch["tokens"])), forward_only=True)
+        outputs = log_prob_pass(
+            model, micro_batches, vocab_size=self._hf.vocab_size, temperature=self._loss_config.temperature
+        )
+        return _in_batch_order(indices, outputs)
+
+    def _micro_batches(
+        self, batch: dict[str, Any], samples: Sequence[int], *, forward_only: bool = False
+    ) -> tuple[list[MicroBatch], list[list[int]]]:
+        """The micro-batches of these samples, and the batch positions in each."""
+        lengths = [batch["total_lengths"][i] for i in samples]
+        parts = micro_batch_indices(
+            self._args, lengths, forward_only=forward_only, max_over_dp=parallel.max_over_data_parallel
+        )
+        indices = [[samples[i] for i in part] for part in parts]
+        on_gpu = self._device.type == "cuda"
+        return [
+            micro_batch(
+                batch,
+                part,
+                pad_multiple=pad_multiple(self._args, on_gpu=on_gpu),
+                with_layout=not use_transformer_engine(self._args),
+            )
+            for part in indices
+        ], indices
+
+    def _build_reference(self) -> torch.nn.Module | None:
+        """The frozen model that KL terms compare with; None where no flag uses one."""
+        if not self._loss_config.use_kl_loss and not getattr(self._args, "kl_coef", 0.0):
+            return None
+        source = checkpoint.hf_directory(getattr(self._args, "ref_load", None) or self._args.hf_checkpoint)
+        if HFModelConfig.from_dir(source) != self._hf:
+            raise ValueError(
+                f"--ref-load {source} has another config.json than --hf-checkpoint {self._args.hf_checkpoint}"
+            )
+        model = build_model(self._hf, self._args, self._layout)
+        load_hf_weights(model, source, self._hf)
+        return model.requires_grad_(False)
+
+    # --- weights for the engines -------------------------------------------------------------------------------------
+
+    def hf_named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face name and full tensor of every weight; detached views, to be used before the next step."""
+        return hf_named_tensors(self._model, self._hf)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Hugging Face name -> checksum of the weight as the engines receive it."""
+        return {name: tensor_checksum(tensor) for name, tensor in self._weights_for_engines()}
+
+    def connect_engines(self, engine_urls: list[str]) -> None:
+        """Form the weight-update group with these engines (rank 0; the other ranks have nothing to do)."""
+        if not self.is_weight_source:
+            return
+        if self._updater is None:
+            self._updater = WeightUpdater(self._update_config)
+        self._updater.connect(engine_urls)
+
+    def update_weights(self) -> dict[str, float]:
+        """Push the weights to all connected engines as version `weight_version + 1`; returns timings.
+
+        Raises:
+            WeightUpdateError: an engine refused or went silent; `weight_version` is unchanged.
+            ValueError: with --check-weight-update-equal, where an engine's weights differ afterwards.
+        """
+        version = self.weight_version + 1
+        timings: dict[str, float] = {}
+        if self.is_weight_source:
+            if self._updater is None:
+                raise RuntimeError("connect_engines() before update_weights()")
+            timings = self._updater.update(self._weights_for_engines(), version)
+        self.weight_version = version
+        if self.is_weight_source and getattr(self._args, "check_weight_update_equal", False):
+            self._check_engines()
+        return timings
+
+    def close(self) -> None:
+        """Leave all groups. Idempotent; bounded even where engines are gone."""
+        if self._updater is not None:
+            self._updater.close()
+            self._updater = None
+        parallel.shutdown_distributed()
+
+    def _weights_for_engines(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the number format that the engines hold."""
+        dtype = params_dtype(self._args)
+        if getattr(self._args, "rollout_engine", None) == "embedded":
+            dtype = getattr(torch, getattr(self._args, "embedded_dtype", None) or "float32")
+        for name, tensor in self.hf_named_tensors():
+            yield name, tensor.to(dtype)
+
+    def _check_engines(self) -> None:
+        assert self._updater is not None
+        expected = self.weight_checksums()
+        for engine, found in zip(self._updater.engines, self._updater.checksums(), strict=True):
+            compare_checksums(expected, found, engine.url)
+
+
+class _Hooks:
+    """The user's functions around training; each does nothing where its flag is not given."""
+
+    def __init__(self, init: Any, before_log_prob: Any, before_train_step: Any, post_save: Any) -> None:
+        self._init = init
+        self._before_log_prob = before_log_prob
+        self._before_train_step = before_train_step
+        self._post_save = post_save
+
+    @staticmethod
+    def from_args(args: Namespace) -> _Hooks:
+        names = (
+            "custom_megatron_init_path",
+            "custom_megatron_before_log_prob_hook_path",
+            "custom_megatron_before_train_step_hook_path",
+            "custom_megatron_post_save_hook_path",
+        )
+        return _Hooks(*(load_function(getattr(args, name, None)) for name in names))
+
+    @property
+    def wants_log_prob_pass(self) -> bool:
+        """The hook runs before that pass, so the pass must happen."""
+        return self._before_log_prob is not None
+
+    def init(self, args: Namespace) -> None:
+        if self._init:
+            self._init(args)
+
+    def before_log_prob(self, args: Namespace, model: torch.nn.Module) -> None:
+        if self._before_log_prob:
+            self._before_log_prob(args, [model], "")
+
+    def before_train_step(self, *call: Any) -> None:
+        if self._before_train_step:
+            self._before_train_step(*call)
+
+    def post_save(self, args: Namespace, rollout_id: int, directory: str) -> None:
+        if self._post_save:
+            self._post_save(args, rollout_id, directory, directory)
+
+
+def _in_batch_order(indices: list[list[int]], values: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Undo the cutting into micro-batches: the value of sample i at place i."""
+    ordered: dict[int, torch.Tensor] = {}
+    for part, row in zip(indices, values, strict=True):
+        ordered.update(zip(part, row, strict=True))
+    return [ordered[i] for i in sorted(ordered)]
+
+
+def _set_threads() -> None:
+    """One thread on a CPU unless OMP_NUM_THREADS says otherwise: the engines need the other cores."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))

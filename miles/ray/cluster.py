@@ -1,0 +1,84 @@
+"""The Ray cluster of a run: a private one on this machine, or an existing one by address."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from typing import TYPE_CHECKING
+
+import ray
+from ray._private import worker as ray_worker
+
+from miles.utils.arguments import check_runtime_env
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+logger = logging.getLogger(__name__)
+
+_RUN_ENVIRONMENT = ("MILES_EXPERIMENTAL_ROLLOUT_REFACTOR", "MILES_HOST_IP", "MILES_PREFER_IPV6")
+
+
+class RayCluster:
+    """Connects to Ray for the length of a run.
+
+    Where the environment names a cluster (`RAY_ADDRESS`, as `ray job submit` sets it) that one is joined; otherwise a
+    private one is started on loopback, in a directory of its own, with enough *logical* CPUs for every actor: actors
+    share cores, so a run starts on a single one.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self._num_actors = num_trainers(args) + num_engines(args) + 1  # and the rollout manager
+        self._temp_dir: str | None = None
+
+    def connect(self) -> None:
+        """Start or join the cluster. Takes some seconds."""
+        _send_raylet_messages_to_the_log()
+        joins_existing = bool(os.environ.get("RAY_ADDRESS"))
+        if not joins_existing:
+            os.environ.setdefault("MILES_HOST_IP", "127.0.0.1")
+        check_runtime_env(self._args, runtime_env()["env_vars"])
+        options = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": runtime_env()}
+        if joins_existing:
+            ray.init(**options)
+            return
+        # Unix sockets live below this directory and their paths may have 107 characters at most: keep it short.
+        self._temp_dir = tempfile.mkdtemp(prefix="miles-ray-")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        ray.init(
+            **options,
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, self._num_actors),
+            include_dashboard=False,
+            _temp_dir=self._temp_dir,
+            _node_ip_address=os.environ["MILES_HOST_IP"],
+        )
+
+    def disconnect(self) -> None:
+        """Leave the cluster; a private one ends with all its processes, and its directory goes."""
+        ray.shutdown()
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _send_raylet_messages_to_the_log() -> None:
+    """Ray prints what its raylet says about a dead worker between our own lines; the supervisor tells it better."""
+    if hasattr(ray_worker, "print_to_stdstream"):
+        ray_worker.print_to_stdstream = lambda data, ignore_prefix: logger.info("raylet: %s", data["lines"])
+
+
+def runtime_env() -> dict[str, dict[str, str]]:
+    """The environment that every actor of the run must see, whichever machine it is on."""
+    return {"env_vars": {name: os.environ[name] for name in _RUN_ENVIRONMENT if name in os.environ}}
+
+
+def num_engines(args: Namespace) -> int:
+    return int(args.rollout_num_gpus) // int(args.rollout_num_gpus_per_engine)
+
+
+def num_trainers(args: Namespace) -> int:
+    return int(args.actor_num_nodes) * int(args.actor_num_gpus_per_node)

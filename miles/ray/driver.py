@@ -1,0 +1,62 @@
+"""What both drivers share: logging, the event loop, and the end of a run as one message and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles.ray.run import RunFailed, StopRequested
+from miles.ray.supervisor import original_error
+from miles.rollout.prompt_data import check_prompt_data
+from miles.utils.console import print_error, print_summary
+from miles.utils.logging_utils import configure_logging
+from miles.utils.run_report import format_summary, write_report
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 130
+
+
+def run_driver(train: Callable[[Namespace], Awaitable[None]], args: Namespace) -> int:
+    """Run `train(args)` to its end and return the exit code; tells the user how it ended, in one message."""
+    log = Path(args.run_dir) / "logs" / "driver.log"
+    configure_logging(file=log, console_level=logging.WARNING)
+    try:
+        check_prompt_data(args)
+    except ValueError as error:
+        print_error(str(error))
+        return EXIT_BAD_INPUT
+    try:
+        asyncio.run(_as_coroutine(train(args)))
+    except StopRequested:
+        print_error(f"stopped; the run is in {args.run_dir}{_how_to_resume(args)}")
+        return EXIT_STOPPED
+    except RunFailed as error:
+        print_error(f"{error}{_how_to_resume(args)}")
+        logger.info("the run failed", exc_info=error)
+        return EXIT_FAILED
+    except Exception as error:  # the top of the program: every other failure becomes a message and an exit code here
+        cause = original_error(error)
+        print_error(f"{type(cause).__name__}: {cause}\n    the traceback is in {log}{_how_to_resume(args)}")
+        logger.info("the run failed", exc_info=error)
+        return EXIT_FAILED
+    print_summary(format_summary(write_report(args.run_dir)))
+    return 0
+
+
+async def _as_coroutine(awaitable: Awaitable[None]) -> None:
+    await awaitable
+
+
+def _how_to_resume(args: Namespace) -> str:
+    if not args.save:
+        return ""
+    return f"\n    to resume from the newest checkpoint, run the same command with --load {args.save}"

@@ -1,0 +1,109 @@
+"""Flags of the cluster, of the drivers' loop and of weight updates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from miles.utils.flag_rules import require, require_positive
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Iterator
+
+NO_EFFECT = {
+    "num_gpus_per_node": "placement asks Ray what each node has",
+}
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Declare the flags of this module on `parser`."""
+    _add_cluster_flags(parser)
+    _add_weight_flags(parser)
+
+
+def _add_cluster_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--actor-num-nodes", type=int, default=1, help="Nodes that train.")
+    group.add_argument(
+        "--actor-num-gpus-per-node",
+        type=int,
+        default=8,
+        help="Trainer ranks on each of these nodes: GPUs, or processes where there is none.",
+    )
+    group.add_argument(
+        "--rollout-num-gpus",
+        type=int,
+        default=None,
+        help="GPUs (or processes where there is none) for engines, in all. None: one engine.",
+    )
+    group.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="GPUs of one engine.")
+    group.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs of one node.")
+
+
+def _add_weight_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("weight updates")
+    group.add_argument(
+        "--update-weights-interval",
+        type=int,
+        default=1,
+        help="Send weights to the engines after every this many rollouts (train_async.py).",
+    )
+    group.add_argument(
+        "--pause-generation-mode",
+        type=str,
+        default="retract",
+        choices=["abort", "retract", "in_place"],
+        help="What a weight update does to running requests. abort: end them as they are. retract: continue them from "
+        "their tokens with a recomputed cache. in_place: continue them with the old cache.",
+    )
+    group.add_argument(
+        "--update-weight-buffer-size",
+        type=int,
+        default=512 * 1024**2,
+        help="Bytes of one bucket of weights.",
+    )
+    group.add_argument(
+        "--update-weight-transfer-mode",
+        default="broadcast",
+        choices=["broadcast", "p2p", "disk-delta"],
+        help="How weights travel. broadcast: torch.distributed, from trainer rank 0 to every engine.",
+    )
+    group.add_argument(
+        "--check-weight-update-equal",
+        action="store_true",
+        default=False,
+        help="After each update compare weight checksums of engines and trainer; stop the run on a difference.",
+    )
+
+
+def resolve(args: Namespace) -> None:
+    """Fill in the defaults that depend on other flags."""
+    if args.rollout_num_gpus is None:
+        args.rollout_num_gpus = args.rollout_num_gpus_per_engine
+    if args.ci_test and not args.ci_disable_weight_update_checker:
+        args.check_weight_update_equal = True
+
+
+def validate(args: Namespace) -> None:
+    """Raise ValueError where the values break a rule."""
+    require_positive(
+        args,
+        "actor_num_nodes",
+        "actor_num_gpus_per_node",
+        "rollout_num_gpus",
+        "rollout_num_gpus_per_engine",
+        "num_gpus_per_node",
+        "update_weights_interval",
+        "update_weight_buffer_size",
+    )
+    require(
+        args.rollout_num_gpus % args.rollout_num_gpus_per_engine == 0,
+        f"--rollout-num-gpus {args.rollout_num_gpus} does not divide into engines of --rollout-num-gpus-per-engine "
+        f"{args.rollout_num_gpus_per_engine}",
+    )
+
+
+def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
+    """Legal values that have no effect, given the other flags."""
+    if args.ci_disable_weight_update_checker and not args.ci_test:
+        yield "--ci-disable-weight-update-checker has no effect without --ci-test"

@@ -1,0 +1,226 @@
+"""The rollout side of a run in one Ray actor: data source, rollout functions, router and engines.
+
+    generate(n)   rollout function -> flatten, trim -> metrics -> train data -> one object-store reference per DP rank
+    eval(n)       eval function (an instance of its own) -> metrics
+
+Rollout functions run on the shared rollout event loop of this process, not on the actor's own: `generate` waits for
+them in a thread, so that other calls (eval, watch, dispose) are answered meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from miles.ray.cluster import num_engines, num_trainers
+from miles.ray.rollout.engine_actor import EngineActor
+from miles.ray.rollout.metrics import eval_metrics, rollout_metrics
+from miles.ray.rollout.router import Router
+from miles.ray.rollout.train_data import convert_samples_to_train_data, flatten_and_trim, split_train_data_by_dp
+from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles.rollout.inference_rollout.compatibility import call_rollout_function, load_rollout_function
+from miles.utils.arguments import resolve_rollout_function_paths
+from miles.utils.async_utils import close_async_loop, run
+from miles.utils.http_utils import close_http_client, init_http_client
+from miles.utils.logging_utils import redirect_output
+from miles.utils.misc import load_function
+from miles.utils.processes import ProcessDied, log_tail
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from miles.ray.placement_group import Bundles
+    from miles.utils.timeline import Interval
+    from miles.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_ENGINE_GPU_SHARE = 0.2
+_CLOSE_SECS = 5.0
+
+
+@dataclass(frozen=True)
+class Box:
+    """Keeps Ray from fetching the object behind `ref` where only the reference is passed on."""
+
+    ref: Any
+
+
+@dataclass(frozen=True)
+class GeneratedBatch:
+    """What the driver gets of one rollout. The samples themselves stay in the object store."""
+
+    data_ref: list[Box]  # one shard of train data per DP rank
+    sample_indices: list[int | None]
+    metrics: dict[str, float]
+    generation_intervals: list[Interval]  # seconds since the epoch during which a sample was being generated
+    example: dict[str, Any] = field(default_factory=dict)  # prompt, response, label, reward, weight_versions of one
+
+
+class RolloutManager:
+    """See the module docstring. Built by the driver; `start` brings up router and engines."""
+
+    def __init__(self, args: Namespace, engine_bundles: Bundles) -> None:
+        self._logs = Path(args.run_dir) / "logs"
+        redirect_output(self._logs / "rollout_manager.log")
+        self._router = Router(args)
+        self._args = copy.copy(args)
+        self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
+        self._weight_version: int | None = None
+        self._dp_size = num_trainers(args)
+        actor_class = ray.remote(EngineActor)
+        self._engines = [
+            actor_class.options(
+                **engine_bundles.actor_options(i * int(args.rollout_num_gpus_per_engine), gpu_share=_ENGINE_GPU_SHARE)
+            ).remote(args, i)
+            for i in range(num_engines(args))
+        ]
+
+    async def start(self) -> list[str]:
+        """Start router and engines, build data source and rollout functions; returns the engine URLs."""
+        _, _, *urls = await asyncio.gather(
+            self._router.start(),
+            asyncio.to_thread(self._build_rollout_functions),
+            *(engine.start.remote() for engine in self._engines),
+        )
+        await self._router.add_engines(urls)
+        self.engine_urls = urls
+        return urls
+
+    def _build_rollout_functions(self) -> None:
+        args = self._args
+        init_http_client(args)
+        self._data_source = load_function(args.data_source_path)(args)
+        constructor_input = RolloutFnConstructorInput(args=args, data_source=self._data_source)
+        rollout_path, eval_path = resolve_rollout_function_paths(args)
+        # Two instances even where the paths are equal: nothing that eval does may touch the state of training.
+        self._rollout_fn = load_rollout_function(constructor_input, rollout_path)
+        self._eval_fn = load_rollout_function(constructor_input, eval_path)
+        self._log_rollout = load_function(args.custom_rollout_log_function_path)
+        self._log_eval = load_function(args.custom_eval_rollout_log_function_path)
+
+    async def get_router_address(self) -> tuple[str, int]:
+        return self._router.ip, self._router.port
+
+    async def get_num_rollout_per_epoch(self) -> int:
+        """Whole batches in one pass over the prompts."""
+        return int(len(self._data_source.dataset) // self._args.rollout_batch_size)
+
+    async def set_weight_version(self, version: int) -> None:
+        """The trainer's own number for the weights that the engines have from now on."""
+        self._weight_version = version
+
+    async def generate(self, rollout_id: int) -> GeneratedBatch:
+        """One training batch. Raises what the rollout function raised."""
+        return await asyncio.to_thread(self._generate, rollout_id)
+
+    def _generate(self, rollout_id: int) -> GeneratedBatch:
+        start = time.monotonic()
+        rollout_input = RolloutFnTrainInput(rollout_id, weight_version=self._weight_version)
+        output = call_rollout_function(self._rollout_fn, rollout_input)
+        rollout_time = time.monotonic() - start
+        samples, num_trimmed = flatten_and_trim(self._args, output.samples, dp_size=self._dp_size)
+        data = convert_samples_to_train_data(self._args, samples)
+        metrics = {**(output.metrics or {}), "perf/rollout_time": rollout_time}
+        if not (self._log_rollout and self._log_rollout(rollout_id, self._args, samples, metrics, rollout_time)):
+            metrics |= rollout_metrics(
+                self._args,
+                samples,
+                raw_rewards=data["raw_reward"],
+                rollout_time=rollout_time,
+                num_trimmed=num_trimmed,
+            )
+        shards = split_train_data_by_dp(self._args, data, self._dp_size)
+        return GeneratedBatch(
+            data_ref=[Box(ray.put(shard)) for shard in shards],
+            sample_indices=[sample.index for sample in samples],
+            metrics=metrics,
+            generation_intervals=self._drain_generation_intervals(),
+            example=_example(samples),
+        )
+
+    async def eval(self, rollout_id: int) -> dict[str, float]:
+        """Evaluate the engines' current weights; returns metrics."""
+        return await asyncio.to_thread(self._eval, rollout_id)
+
+    def _eval(self, rollout_id: int) -> dict[str, float]:
+        output = call_rollout_function(self._eval_fn, RolloutFnEvalInput(rollout_id))
+        metrics = dict(output.metrics or {})
+        if self._log_eval and self._log_eval(rollout_id, self._args, output.data, metrics):
+            return metrics
+        return metrics | eval_metrics(self._args, output.data)
+
+    async def save(self, rollout_id: int) -> None:
+        await asyncio.to_thread(self._data_source.save, rollout_id)
+
+    async def load(self, rollout_id: int | None = None) -> None:
+        await asyncio.to_thread(self._data_source.load, rollout_id)
+
+    async def pids(self) -> dict[str, int]:
+        """Process ids of the manager, the router, and each engine's actor and server."""
+        pids = {"rollout_manager": os.getpid(), "router": self._router.pid}
+        for i, engine in enumerate(await asyncio.gather(*(e.pids.remote() for e in self._engines))):
+            pids |= {f"engine-{i}-actor": engine["actor"], f"engine-{i}": engine["server"]}
+        return pids
+
+    async def watch(self) -> None:
+        """Never returns; raises when the router, an engine or an engine's actor dies."""
+        watchers = [asyncio.ensure_future(self._router.watch())]
+        watchers += [asyncio.ensure_future(self._watch_engine(i)) for i in range(len(self._engines))]
+        done, pending = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        await done.pop()
+
+    async def _watch_engine(self, index: int) -> None:
+        try:
+            await self._engines[index].watch.remote()
+        except RayActorError as error:
+            log = self._logs / f"engine-{index}.log"
+            raise ProcessDied(f"the actor that owns engine-{index} died; see {log}{log_tail(log)}") from error
+
+    async def dispose(self) -> None:
+        """End the rollout functions, the data source, the router and the engines. Bounded in time."""
+        await asyncio.to_thread(self._close_rollout_functions)
+        await asyncio.gather(self._router.stop(), *(engine.stop.remote() for engine in self._engines))
+
+    def _close_rollout_functions(self) -> None:
+        for part in (getattr(self, "_rollout_fn", None), getattr(self, "_eval_fn", None)):
+            close = getattr(part, "close", None)
+            if close is not None:
+                result = close()
+                if asyncio.iscoroutine(result):
+                    run(result)
+        close_data_source = getattr(getattr(self, "_data_source", None), "close", None)
+        if close_data_source is not None:
+            close_data_source()
+        run(close_http_client())
+        close_async_loop()
+
+    def _drain_generation_intervals(self) -> list[Interval]:
+        busy = getattr(getattr(self._rollout_fn, "state", None), "busy", None)
+        return busy.drain() if busy is not None else []
+
+
+def _example(samples: list[Sample]) -> dict[str, Any]:
+    """One sample for the console: the batch's first."""
+    if not samples:
+        return {}
+    sample = samples[0]
+    return {
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "reward": sample.reward,
+        "weight_versions": list(sample.weight_versions),
+    }

@@ -1,0 +1,267 @@
+"""One training run as the drivers see it: everything that is started, waited for, measured and stopped again.
+
+    async with Run(args) as run:                 Ray, placement, rollout manager, trainers, tracking
+        await run.update_weights()               every wait ends at once when a process dies or the user stops the run
+        batch = await run.wait_for_batch(run.generate(0))
+        await run.train(0, batch)
+        run.finish_step(0)                       one line on the console, one record in every tracker
+
+Leaving the block ends every process within seconds, whatever the reason. Where the user stopped the run, a checkpoint
+is saved first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from miles.ray.cluster import RayCluster
+from miles.ray.placement_group import create_placement
+from miles.ray.rollout.rollout_manager import RolloutManager
+from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
+from miles.ray.train_group import TrainGroup
+from miles.utils.console import StepConsole
+from miles.utils.misc import should_run_periodic_action
+from miles.utils.tracking import Tracker, write_run_config
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import AsyncIterator
+    from types import TracebackType
+
+    from ray import ObjectRef
+
+    from miles.ray.rollout.rollout_manager import GeneratedBatch
+
+logger = logging.getLogger(__name__)
+
+# Together they keep the promise that a stopped run is gone within 15 s.
+_SAVE_SECS = 8.0
+_DISPOSE_SECS = 4.0
+
+
+class Run:
+    """See the module docstring."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.run_dir = Path(args.run_dir)
+        self._stop = asyncio.Event()
+        self._supervisor = Supervisor(self._stop)
+        self._cluster = RayCluster(args)
+        self._training: asyncio.Future[Any] | None = None
+        self._last_trained: int | None = None
+        self._metrics: dict[str, float] = {}
+        self._example: dict[str, Any] = {}
+        self._step_start = time.monotonic()
+
+    # -- start and end --
+
+    async def __aenter__(self) -> Run:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_run_config(self.args, self.run_dir)
+        self._timeline = (self.run_dir / "timeline.jsonl").open("a", buffering=1)
+        try:
+            self._cluster.connect()
+            self._listen_for_stop()
+            await self._start_actors()
+        except BaseException:
+            await self._shut_down()
+            raise
+        self._tracker = Tracker(self.args, self.run_dir)
+        self._console = StepConsole(self.num_rollout, start=self.start_rollout_id)
+        self._step_start = time.monotonic()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if isinstance(exc, StopRequested):
+                await self._save_after_stop()
+        finally:
+            self._console.close()
+            self._tracker.close()
+            await self._shut_down()
+
+    def _listen_for_stop(self) -> None:
+        # After ray.init, which installs a SIGTERM handler of its own. A signal that came earlier is delivered now.
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._stop.set)
+
+    async def _start_actors(self) -> None:
+        args = self.args
+        placement = create_placement(args)
+        manager_class = ray.remote(RolloutManager)
+        self.manager = manager_class.options(num_cpus=1, max_concurrency=64).remote(args, placement.engines)
+        manager_started = self.manager.start.remote()
+        if args.num_rollout is None:
+            engine_urls = await self._supervisor.wait(manager_started)
+            per_epoch = await self._supervisor.wait(self.manager.get_num_rollout_per_epoch.remote())
+            args = type(args)(**{**vars(args), "num_rollout": per_epoch * args.num_epoch})
+        self.num_rollout: int = args.num_rollout
+        self.trainers = TrainGroup(args, placement.trainers)
+        self.trainers.watch(self._supervisor)
+        engine_urls, resumed_at = await self._supervisor.wait(
+            asyncio.gather(_result(manager_started), self.trainers.init())
+        )
+        self._supervisor.watch("rollout_manager", self.manager, self._log("rollout_manager"), endless=True)
+        self.start_rollout_id: int = resumed_at if args.start_rollout_id is None else args.start_rollout_id
+        if self.start_rollout_id > 0:
+            await self._supervisor.wait(self.manager.load.remote(self.start_rollout_id - 1))
+        await self._supervisor.wait(self.trainers.connect_engines(engine_urls))
+        await self._write_processes()
+
+    async def _write_processes(self) -> None:
+        """`processes.json`: the process id of everything that the run consists of, for the user's tools."""
+        rollout = await self._supervisor.wait(self.manager.pids.remote())
+        trainers = await self._supervisor.wait(self.trainers.pids())
+        self._supervisor.learn_pids({**rollout, **trainers})
+        path = self.run_dir / "processes.json"
+        path.write_text(json.dumps({"driver": os.getpid(), **rollout, **trainers}, indent=2) + "\n")
+
+    async def _shut_down(self) -> None:
+        await self._supervisor.close()
+        manager, trainers = getattr(self, "manager", None), getattr(self, "trainers", None)
+        ends = [_result(manager.dispose.remote())] if manager else []
+        ends += [trainers.close()] if trainers else []
+        try:
+            async with asyncio.timeout(_DISPOSE_SECS):
+                await asyncio.gather(*ends, return_exceptions=True)
+        except TimeoutError:
+            logger.warning("actors did not end within %.0f s and are killed", _DISPOSE_SECS)
+        self._cluster.disconnect()
+        self._timeline.close()
+
+    async def _save_after_stop(self) -> None:
+        """Finish the training step that is under way and save, within a few seconds."""
+        if not self.args.save or self._last_trained is None:
+            return
+        try:
+            async with asyncio.timeout(_SAVE_SECS):
+                if self._training is not None:
+                    await self._training
+                await self._save(self._last_trained)
+        except TimeoutError:
+            logger.error("the checkpoint was not complete after %.0f s: the previous one is the newest", _SAVE_SECS)
+
+    # -- the steps of the drivers
+
+    @property
+    def rollout_ids(self) -> range:
+        return range(self.start_rollout_id, self.num_rollout)
+
+    def generate(self, rollout_id: int) -> ObjectRef[GeneratedBatch]:
+        """Start to collect one batch."""
+        ref: ObjectRef[GeneratedBatch] = self.manager.generate.remote(rollout_id)
+        return ref
+
+    async def wait_for_batch(self, ref: ObjectRef[GeneratedBatch]) -> GeneratedBatch:
+        """The batch, once it is collected; the time waited counts as the trainer's idle time."""
+        async with self._span("wait", "perf/train_wait_time"):
+            batch: GeneratedBatch = await self._supervisor.wait(ref)
+        return batch
+
+    async def train(self, rollout_id: int, batch: GeneratedBatch) -> None:
+        """One training step on `batch`."""
+        for start, end in batch.generation_intervals:
+            self._record("generation", start, end, rollout_id)
+        self._metrics |= batch.metrics
+        self._example = batch.example
+        async with self._span("training", "perf/train_time", rollout_id):
+            self._training = asyncio.ensure_future(self._train(rollout_id, batch))
+            self._metrics |= await self._supervisor.wait(asyncio.shield(self._training))
+        self._training = None
+
+    async def _train(self, rollout_id: int, batch: GeneratedBatch) -> dict[str, float]:
+        metrics = await self.trainers.train(rollout_id, batch.data_ref)
+        self._last_trained = rollout_id
+        return metrics
+
+    async def update_weights(self) -> None:
+        """Bring every engine to the trainer's weights."""
+        async with self._span("weight_update", "perf/update_weights_time"):
+            version, metrics = await self._supervisor.wait(self.trainers.update_weights())
+            await self._supervisor.wait(self.manager.set_weight_version.remote(version))
+        self._metrics |= metrics
+
+    async def eval_before_train(self) -> None:
+        """Evaluate the weights that training starts from, unless it is resumed or the user skips it."""
+        if self.args.eval_interval is not None and self.start_rollout_id == 0 and not self.args.skip_eval_before_train:
+            await self._eval(rollout_id=0)
+            self._tracker.log(self._metrics, step=0)
+            self._console.eval(self._metrics)
+            self._metrics = {}
+
+    async def eval_if_due(self, rollout_id: int) -> None:
+        if should_run_periodic_action(rollout_id, self.args.eval_interval, num_rollout=self.num_rollout):
+            await self._eval(rollout_id)
+
+    async def _eval(self, rollout_id: int) -> None:
+        async with self._span("eval", "perf/eval_time", rollout_id):
+            self._metrics |= await self._supervisor.wait(self.manager.eval.remote(rollout_id))
+
+    async def save_if_due(self, rollout_id: int) -> None:
+        args = self.args
+        sentinel = Path(args.save_trigger_sentinel) if args.save_trigger_sentinel else None
+        asked = sentinel is not None and sentinel.exists()
+        if args.save and (
+            asked or should_run_periodic_action(rollout_id, args.save_interval, num_rollout=self.num_rollout)
+        ):
+            async with self._span("save", "perf/save_time", rollout_id):
+                await self._supervisor.wait(self._save(rollout_id))
+            if asked and sentinel is not None:
+                sentinel.unlink(missing_ok=True)
+
+    async def _save(self, rollout_id: int) -> None:
+        # The trainer's checkpoint names the newest complete set, so it comes last.
+        await self.manager.save.remote(rollout_id)
+        await self.trainers.save_model(rollout_id)
+        if self.args.save_hf:
+            await self.trainers.export_hf(self.args.save_hf.format(rollout_id=rollout_id))
+
+    def finish_step(self, rollout_id: int) -> None:
+        """Publish the metrics of the step that ends here."""
+        now = time.monotonic()
+        step_time, self._step_start = now - self._step_start, now
+        self._metrics["perf/step_time"] = step_time
+        self._metrics["perf/wait_time_ratio"] = self._metrics.get("perf/train_wait_time", 0.0) / step_time
+        self._tracker.log(self._metrics, step=rollout_id)
+        self._console.step(rollout_id, self._metrics)
+        interval = self.args.log_sample_interval
+        if interval and rollout_id % interval == 0:
+            self._console.sample(self._example)
+        self._metrics = {}
+
+    # -- measuring
+
+    @asynccontextmanager
+    async def _span(self, lane: str, metric: str, step: int | None = None) -> AsyncIterator[None]:
+        start, clock = time.time(), time.monotonic()
+        yield
+        elapsed = time.monotonic() - clock
+        self._metrics[metric] = elapsed
+        self._record(lane, start, start + elapsed, step)
+
+    def _record(self, lane: str, start: float, end: float, step: int | None) -> None:
+        self._timeline.write(json.dumps({"lane": lane, "start": start, "end": end, "step": step}) + "\n")
+
+    def _log(self, process: str) -> Path:
+        return self.run_dir / "logs" / f"{process}.log"
+
+
+async def _result(ref: Any) -> Any:
+    return await ref
+
+
+__all__ = ["Run", "RunFailed", "StopRequested"]

@@ -1,0 +1,74 @@
+"""All trainer ranks as one: every call goes to each of them, results that are equal everywhere come from rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from miles.ray.cluster import num_trainers
+from miles.ray.train_actor import TrainActor
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from miles.ray.placement_group import Bundles
+    from miles.ray.rollout.rollout_manager import Box
+    from miles.ray.supervisor import Supervisor
+
+_TRAINER_GPU_SHARE = 0.4
+
+
+class TrainGroup:
+    """The trainer actors of a run."""
+
+    def __init__(self, args: Namespace, bundles: Bundles) -> None:
+        self._logs = Path(args.run_dir) / "logs"
+        world_size = num_trainers(args)
+        actor_class = ray.remote(TrainActor)
+        self.actors = [
+            actor_class.options(**bundles.actor_options(rank, gpu_share=_TRAINER_GPU_SHARE)).remote(
+                args, rank, world_size
+            )
+            for rank in range(world_size)
+        ]
+
+    def watch(self, supervisor: Supervisor) -> None:
+        for rank, actor in enumerate(self.actors):
+            supervisor.watch(f"trainer-{rank}", actor, self._logs / f"trainer-{rank}.log", endless=False)
+
+    async def init(self) -> int:
+        """Build every rank; returns the rollout id to start with."""
+        address = await self.actors[0].rendezvous_address.remote()
+        return int((await self._call("init", *address))[0])
+
+    async def connect_engines(self, engine_urls: list[str]) -> None:
+        await self._call("connect_engines", engine_urls)
+
+    async def train(self, rollout_id: int, data_ref: list[Box]) -> dict[str, float]:
+        """One training step; returns its metrics."""
+        metrics: dict[str, float] = (await self._call("train", rollout_id, data_ref))[0]
+        return metrics
+
+    async def update_weights(self) -> tuple[int, dict[str, float]]:
+        """Send the weights to every engine; returns the new weight version and metrics."""
+        version, metrics = (await self._call("update_weights"))[0]
+        return version, metrics
+
+    async def save_model(self, rollout_id: int) -> None:
+        await self._call("save", rollout_id)
+
+    async def export_hf(self, directory: str) -> None:
+        await self._call("export_hf", directory)
+
+    async def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {f"trainer-{rank}": pid for rank, pid in enumerate(await self._call("pid"))}
+
+    async def close(self) -> None:
+        await self._call("close")
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(*(getattr(actor, method).remote(*args) for actor in self.actors))

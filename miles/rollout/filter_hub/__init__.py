@@ -1,0 +1,1 @@
+"""Filters that decide, group by group, what is trained on."""

@@ -1,0 +1,1 @@
+"""The class-based rollout: training batches and evaluation over an inference router."""

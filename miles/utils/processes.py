@@ -1,0 +1,91 @@
+"""Child processes that never outlive their parent, with their output in one log file each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# Runs before the real command in the same process: asks the kernel for SIGKILL when the parent dies, and leaves at once
+# when it died already. A line of its own rather than a `preexec_fn`, which is unsafe in a process with threads.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+_POLL_SECS = 0.1
+
+
+class ProcessDied(RuntimeError):
+    """A process of the run ended although nobody ended it. The message says which, how, and where its log is."""
+
+
+class ChildProcess:
+    """A server process that this process started and owns.
+
+    It stays in the parent's process group and dies with the *thread* that started it (Linux): start it from a thread
+    that lives as long as the child should. Standard output and error are appended to `log_path`.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], log_path: str | Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.log_path = Path(log_path)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
+    async def wait_died(self) -> ProcessDied:
+        """Wait until the process has ended, then return the error that tells it."""
+        while self.is_running:  # noqa: ASYNC110 - a process, not one of our tasks
+            await asyncio.sleep(_POLL_SECS)
+        return self.death()
+
+    def death(self) -> ProcessDied:
+        """The error that tells how the process ended, with the last lines of its log."""
+        code = self._popen.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+        return ProcessDied(f"{self.name} (pid {self.pid}) {how}; see {self.log_path}{log_tail(self.log_path)}")
+
+    async def stop(self, grace_secs: float = 3.0) -> None:
+        """Ask the process to end, and kill it after `grace_secs`. Does nothing where it has ended."""
+        if not self.is_running:
+            return
+        self._popen.terminate()
+        try:
+            async with asyncio.timeout(grace_secs):
+                await self.wait_died()
+        except TimeoutError:
+            self._popen.kill()
+            await self.wait_died()
+
+
+def log_tail(path: Path, lines: int = 5) -> str:
+    """The last non-empty lines of a log, indented, for an error message; empty where there is nothing to show."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ""
+    last = [line for line in text.splitlines() if line.strip()][-lines:]
+    return "".join(f"\n    | {line}" for line in last)

@@ -1,0 +1,122 @@
+"""However a run ends, it ends soon, says why in one message, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.cpu.runs import Launcher, RunningRun
+
+pytestmark = [pytest.mark.timeout(240), getattr(pytest.mark, "stage-a-cpu")]
+
+FOREVER = ("--num-rollout", "100000")
+GONE_SECS = 15
+AGENTS_GONE_SECS = 90
+OURS = ("engine-0", "engine-0-actor", "router", "rollout_manager", "trainer-0")
+
+
+class Killed:
+    """The run whose driver was killed, and when: what is left of it is looked at again at the end."""
+
+    run: RunningRun | None = None
+    at: float = 0.0
+
+
+@pytest.fixture(scope="module")
+def killed() -> Iterator[Killed]:
+    yield Killed()
+
+
+def test_nothing_of_ours_outlives_a_killed_driver(launcher: Launcher, killed: Killed) -> None:
+    run = launcher.start(*FOREVER)
+    run.wait_for_steps(2)
+    ours = {name: pid for name, pid in run.pids().items() if name in OURS}
+    assert set(ours) == set(OURS)
+    run.remember_processes()
+    run.send(signal.SIGKILL)
+    killed.run, killed.at = run, time.monotonic()
+    run.reap()
+    left = set(ours.values())
+    while left and time.monotonic() < killed.at + GONE_SECS:
+        left = {pid for pid in left if is_running(pid)}
+        time.sleep(0.1)
+    assert not left, f"still there: {[name for name, pid in ours.items() if pid in left]}"
+
+
+@pytest.mark.parametrize(
+    ("victim", "named", "log"),
+    [
+        ("engine-0", "engine-0 (pid {pid}) was killed by SIGKILL", "engine-0.log"),
+        ("router", "router (pid {pid}) was killed by SIGKILL", "router.log"),
+        ("engine-0-actor", "the actor that owns engine-0 died", "engine-0.log"),
+        ("rollout_manager", "rollout_manager (pid {pid}) died", "rollout_manager.log"),
+        ("trainer-0", "trainer-0 (pid {pid}) died", "trainer-0.log"),
+    ],
+)
+def test_a_process_that_dies_ends_the_run_with_its_name_and_its_log(
+    launcher: Launcher, victim: str, named: str, log: str
+) -> None:
+    run = launcher.start(*FOREVER)
+    run.wait_for_steps(2)
+    pid = run.pids()[victim]
+    run.remember_processes()
+    os.kill(pid, signal.SIGKILL)
+    finished = run.finish(timeout_secs=GONE_SECS + 15)
+    assert finished.exit_code == 1, finished.output
+    message = finished.output[finished.output.index("miles: ") :]
+    assert named.format(pid=pid) in message and str(finished.run_dir / "logs" / log) in message, finished.output
+    assert "Traceback" not in finished.output
+    assert run.survivors(GONE_SECS) == []
+
+
+def test_a_stopped_run_saves_and_the_same_command_with_load_goes_on(launcher: Launcher, tmp_path: Path) -> None:
+    save = tmp_path / "checkpoints"
+    run = launcher.start(*FOREVER, "--save", str(save), "--save-interval", "100000")
+    run.wait_for_steps(3)
+    run.remember_processes()
+    started = time.monotonic()
+    run.send(signal.SIGINT)
+    stopped = run.finish(timeout_secs=60)
+    assert time.monotonic() - started < GONE_SECS + 5
+    assert stopped.exit_code == 130, stopped.output
+    assert f"--load {save}" in stopped.output
+    assert run.survivors(5) == []
+
+    trained = stopped.steps()[-1]
+    first = trained["step"] + 1
+    resumed = launcher.run("--load", str(save), "--num-rollout", str(first + 3))
+    step, *_ = resumed.steps()
+    # The step under way when the signal came may have been finished, and is then part of the checkpoint.
+    assert step["step"] in (first, first + 1)
+    assert step["rollout/weight_version/min"] > trained["rollout/weight_version/min"]
+
+
+def test_an_error_in_a_plug_in_ends_the_run_with_that_error(launcher: Launcher) -> None:
+    run = launcher.start("--custom-rm-path", "tests.e2e.cpu.plugins.reward_that_raises")
+    finished = run.finish()
+    assert finished.exit_code == 1
+    assert "KeyError" in finished.output and "no reward for sample" in finished.output
+    assert "Traceback" not in finished.output
+    assert "reward_that_raises" in (finished.run_dir / "logs" / "driver.log").read_text()
+
+
+def test_nothing_at_all_outlives_a_killed_driver_for_long(killed: Killed) -> None:
+    if killed.run is None:
+        pytest.skip("the test that kills a driver did not run")
+    assert killed.run.survivors(max(1.0, killed.at + AGENTS_GONE_SECS - time.monotonic())) == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,58 @@
+"""The real chain, three rollouts: what only a worker that persists across calls and updates can show."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.cpu.runs import Launcher
+
+pytestmark = [pytest.mark.timeout(200), getattr(pytest.mark, "stage-a-cpu")]
+
+LONG_ANSWERS = [
+    "--custom-generate-function-path",
+    "tests.e2e.cpu.plugins.generate_long",
+    "--rollout-max-response-len",
+    "96",
+    "--async-max-concurrent-samples",
+    "48",
+    "--num-rollout",
+    "6",
+]
+
+
+def test_three_rollouts_cold_start_warm_queue_and_drain_across_an_update(launcher: Launcher) -> None:
+    run = launcher.run("--async-max-concurrent-samples", "32", "--check-weight-update-equal")
+    cold, *warm = run.steps()
+    assert [step["step"] for step in run.steps()] == [0, 1, 2]
+    # Cold start: everything in the first batch was written by the first version that was published.
+    assert cold["rollout/fully_async/trained_max_staleness"] == 0
+    # The worker kept generating during step 0 and its update: a later batch was at least begun under older weights.
+    assert max(step["rollout/fully_async/max_staleness"] for step in warm) >= 1
+    for step in run.steps():
+        assert step["rollout/num_groups"] == 4
+        assert step["train/train_rollout_logprob_abs_diff"] < 0.2
+        assert step["train/grad_norm"] >= 0
+    assert cold["train/train_rollout_logprob_abs_diff"] < 1e-4  # on-policy: trainer and engine agree
+    written = {path.name for path in run.run_dir.iterdir()}
+    assert {"config.json", "metrics.jsonl", "timeline.jsonl", "summary.json", "report.png", "tensorboard"} <= written
+    logs = {path.name for path in (run.run_dir / "logs").iterdir()}
+    assert {"driver.log", "rollout_manager.log", "router.log", "engine-0.log", "trainer-0.log"} <= logs
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["groups"]["trained"] == 12
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_request_that_crosses_an_update_has_tokens_of_both_versions(launcher: Launcher, mode: str) -> None:
+    run = launcher.run("--pause-generation-mode", mode, *LONG_ANSWERS)
+    assert max(step["rollout/weight_version/mixed_version_ratio"] for step in run.steps()) > 0
+    assert run.sum_of("rollout/fully_async/aborted_groups_recycled") == 0
+
+
+def test_mode_abort_recycles_the_groups_that_an_update_meets_in_flight(launcher: Launcher) -> None:
+    run = launcher.run("--pause-generation-mode", "abort", *LONG_ANSWERS)
+    assert run.sum_of("rollout/fully_async/aborted_groups_recycled") > 0
+    assert max(step["rollout/weight_version/mixed_version_ratio"] for step in run.steps()) == 0

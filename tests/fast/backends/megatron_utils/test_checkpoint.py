@@ -1,0 +1,196 @@
+"""Save, resume, and what happens to checkpoints that are not whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from miles.backends.megatron_utils.checkpoint import POINTER, verify
+from tests.fast.backends.megatron_utils.tiny_models import make_args, make_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    TrainerOf = Callable[..., Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
+
+SCHEDULE = {"lr": 3e-3, "lr_warmup_iters": 2, "lr_decay_style": "cosine", "micro_batch_size": 3}
+
+
+def run(trainer: Any, rollouts: range) -> list[dict[str, float]]:
+    return [trainer.train(i, make_shard(seed=i)) for i in rollouts]
+
+
+def saved_run(checkpoint: Path, save: Path, trainer_of: TrainerOf, rollouts: int = 3, **overrides: Any) -> Any:
+    """Train `rollouts` rollouts and save after each."""
+    trainer = trainer_of(make_args(checkpoint, save=str(save), **{**SCHEDULE, **overrides}))
+    for i in range(rollouts):
+        trainer.train(i, make_shard(seed=i))
+        trainer.weight_version = i + 1
+        trainer.save(i)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [("qwen3-tied", {}), ("qwen2-untied", {}), ("qwen3-tied", {"optimizer": "sgd"}), ("qwen3-tied", {"bf16": True})],
+    ids=["tied", "untied", "sgd", "bf16"],
+)
+def test_resumed_run_equals_the_uninterrupted_one(
+    name: str, overrides: dict[str, Any], checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    args = make_args(checkpoints[name], save=str(tmp_path), load=str(tmp_path), **SCHEDULE, **overrides)
+    trainer = trainer_of(args)
+    assert trainer.load() == 0
+    run(trainer, range(3))
+    trainer.weight_version = 7
+    trainer.save(2)
+    uninterrupted = run(trainer, range(3, 6))
+    expected = {n: t.clone() for n, t in trainer.hf_named_tensors()}
+    random_state = torch.get_rng_state()
+
+    resumed = trainer_of(args)
+    torch.manual_seed(99)
+    assert resumed.load() == 3 and resumed.weight_version == 7
+    again = run(resumed, range(3, 6))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for a, b in zip(uninterrupted, again, strict=True):
+        for key in ("train/loss", "train/grad_norm", "train/lr-pg_0", "train/step", "rollout/log_probs"):
+            assert b[key] == pytest.approx(a[key], abs=1e-6), key
+    for key, tensor in resumed.hf_named_tensors():
+        torch.testing.assert_close(tensor, expected[key], atol=1e-6, rtol=0)
+
+
+def test_every_parameter_has_a_step_counter_of_its_own(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    """A counter shared by all would be incremented once per parameter, and the run would silently diverge."""
+    saved_run(checkpoints["qwen3-tied"], tmp_path, trainer_of, rollouts=2)
+    resumed = trainer_of(make_args(checkpoints["qwen3-tied"], load=str(tmp_path), **SCHEDULE))
+    resumed.load()
+    steps = [state["step"] for state in resumed._optimizer.optimizer.state.values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps) > 1
+    assert {float(step) for step in steps} == {2.0}
+
+
+def test_nothing_in_a_checkpoint_is_pickled(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    trainer = saved_run(checkpoints["qwen3-tied"], tmp_path, trainer_of, rollouts=1)
+    directory = tmp_path / "iter_0000000"
+    assert {path.suffix for path in directory.iterdir()} == {".safetensors", ".json"}
+    assert (tmp_path / POINTER).read_text(encoding="utf-8").strip() == "0"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000000", POINTER], "no temporary files stay behind"
+    assert verify(directory) is None
+    del trainer
+
+
+def damage_truncate(directory: Path) -> None:
+    file = directory / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def damage_flip(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def damage_remove(directory: Path) -> None:
+    (directory / "rng.safetensors").unlink()
+
+
+def damage_no_state(directory: Path) -> None:
+    (directory / "state.json").unlink()
+
+
+def damage_format(directory: Path) -> None:
+    record = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    (directory / "state.json").write_text(json.dumps({**record, "format": 99}), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (damage_truncate, "optimizer.safetensors has"),
+        (damage_flip, "model.safetensors is damaged"),
+        (damage_remove, "rng.safetensors is missing"),
+        (damage_no_state, "state.json cannot be read"),
+        (damage_format, "format 99"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_and_the_one_before_it_is_used(
+    damage: Callable[[Path], None],
+    reason: str,
+    checkpoints: dict[str, Path],
+    trainer_of: TrainerOf,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved_run(checkpoints["qwen3-tied"], tmp_path, trainer_of, rollouts=2)
+    damage(tmp_path / "iter_0000001")
+    trainer = trainer_of(make_args(checkpoints["qwen3-tied"], load=str(tmp_path), **SCHEDULE))
+    with caplog.at_level(logging.WARNING):
+        assert trainer.load() == 1 and trainer.weight_version == 1
+    assert "iter_0000001 is refused" in caplog.text and reason in caplog.text
+    damage(tmp_path / "iter_0000000")
+    with pytest.raises(ValueError, match=r"no checkpoint there is readable.*iter_0000001.*iter_0000000"):
+        trainer.load()
+
+
+def test_a_run_killed_before_the_pointer_was_written_resumes_from_the_checkpoint_that_it_names(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    saved_run(checkpoints["qwen3-tied"], tmp_path, trainer_of, rollouts=2)
+    (tmp_path / ".part-iter_0000002-1").mkdir()
+    (tmp_path / POINTER).write_text("0\n", encoding="utf-8")
+    trainer = trainer_of(make_args(checkpoints["qwen3-tied"], load=str(tmp_path), **SCHEDULE))
+    assert trainer.load() == 1
+
+
+def test_a_failed_save_leaves_the_old_checkpoint_alone(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from miles.backends.megatron_utils import checkpoint
+
+    trainer = saved_run(checkpoints["qwen3-tied"], tmp_path, trainer_of, rollouts=1)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        trainer.save(1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000000", POINTER]
+    assert verify(tmp_path / "iter_0000000") is None
+
+
+def test_a_checkpoint_without_optimizer_state_starts_with_fresh_moments(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    saved_run(checkpoints["qwen3-tied"], tmp_path, trainer_of, rollouts=1, no_save_optim=True)
+    assert not (tmp_path / "iter_0000000" / "optimizer.safetensors").exists()
+    trainer = trainer_of(make_args(checkpoints["qwen3-tied"], load=str(tmp_path), **SCHEDULE))
+    assert trainer.load() == 1
+    assert not trainer._optimizer.optimizer.state
+
+
+def test_a_checkpoint_serves_as_reference_model(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    """`--ref-load` takes a directory of checkpoints; the newest one is a Hugging Face checkpoint, too."""
+    saved_run(checkpoints["qwen3-tied"], tmp_path, trainer_of, rollouts=2)
+    args = make_args(checkpoints["qwen3-tied"], use_kl_loss=True, kl_loss_type="k3", ref_load=str(tmp_path))
+    assert trainer_of(args).train(0, make_shard(seed=0))["train/kl_loss"] > 0
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        trainer_of(make_args(checkpoints["qwen3-tied"], use_kl_loss=True, ref_load=str(tmp_path / "nowhere")))
+    from miles.backends.megatron_utils.parallel import shutdown_distributed
+
+    shutdown_distributed()

@@ -1,0 +1,253 @@
+"""The bracket around a weight update, and what a failure at each point leaves behind. Engines are HTTP fakes here;
+test_weight_update_engine.py has the real ones."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from argparse import Namespace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from miles.backends.megatron_utils import weight_update
+from miles.backends.megatron_utils.engine_client import CacheFlushTimeoutError, EngineClient, WeightUpdateError
+from miles.backends.megatron_utils.weight_update import (
+    WeightUpdateConfig,
+    WeightUpdater,
+    buckets,
+    compare_checksums,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WEIGHTS = [("a", torch.ones(3)), ("b", torch.zeros(2, 2))]
+
+
+class FakeEngine:
+    """Answers every call with 200 but those in `answers`; remembers (path, payload) in `calls`."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[tuple[int, str]]] = {}
+        self.calls: list[tuple[str, Any]] = []
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                payload = json.loads(self.rfile.read(length)) if length else None
+                engine.calls.append((self.path, payload))
+                queue = engine.answers.get(self.path, [])
+                status, text = (queue.pop(0) if len(queue) > 1 else queue[0]) if queue else (200, '{"success": true}')
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_GET = do_POST
+
+            def log_message(self, *args: Any) -> None:
+                """Quiet."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.calls]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def engines() -> Iterator[list[FakeEngine]]:
+    fakes = [FakeEngine(), FakeEngine()]
+    yield fakes
+    for fake in fakes:
+        fake.close()
+
+
+def config(**overrides: Any) -> WeightUpdateConfig:
+    values: dict[str, Any] = {
+        "pause_mode": "retract",
+        "buffer_bytes": 1024,
+        "flattened": True,
+        "ranks_per_engine": 1,
+        "backend": "gloo",
+        "timeout_secs": 5.0,
+        "flush_timeout_secs": 0.2,
+    }
+    return WeightUpdateConfig(**{**values, **overrides})
+
+
+@pytest.fixture
+def updater_of(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[WeightUpdater, list[list[str]]]]:
+    """An updater in whose group the broadcast is only noted down: (updater, names per bucket)."""
+
+    def build(**overrides: Any) -> tuple[WeightUpdater, list[list[str]]]:
+        updater = WeightUpdater(config(**overrides))
+        sent: list[list[str]] = []
+        updater._engines = [EngineClient(fake.url, 5.0) for fake in engines]
+        updater._group = object()  # type: ignore[assignment]
+
+        def send(bucket: list[tuple[str, torch.Tensor]], version: int) -> None:
+            sent.append([name for name, _ in bucket])
+            for fake in engines:
+                fake.calls.append(("/bucket", version))
+
+        monkeypatch.setattr(updater, "_send", send)
+        monkeypatch.setattr(weight_update, "_abort_and_destroy", lambda group: None)
+        return updater, sent
+
+    return build
+
+
+def test_the_bracket_is_opened_and_closed_in_order_on_every_engine(
+    engines: list[FakeEngine], updater_of: Callable[..., Any]
+) -> None:
+    updater, sent = updater_of(buffer_bytes=12)
+    times = updater.update(iter(WEIGHTS), 3)
+    for fake in engines:
+        assert fake.calls == [
+            ("/pause_generation", {"mode": "retract"}),
+            ("/flush_cache", None),
+            ("/begin_weight_update", {"selector": "all"}),
+            ("/bucket", 3),
+            ("/bucket", 3),
+            ("/end_weight_update", {}),
+            ("/continue_generation", {}),
+        ]
+    assert sent == [["a"], ["b"]]
+    assert times["perf/update_weights_bytes"] == 12 + 16
+    assert 0 < times["perf/weight_update_pause_seconds"] <= times["perf/update_weights_time"]
+
+
+def test_in_place_keeps_the_caches(engines: list[FakeEngine], updater_of: Callable[..., Any]) -> None:
+    updater_of(pause_mode="in_place")[0].update(iter(WEIGHTS), 1)
+    assert "/flush_cache" not in engines[0].paths
+    assert engines[0].calls[0] == ("/pause_generation", {"mode": "in_place"})
+
+
+def test_an_engine_without_the_bracket_is_updated_without_it(
+    engines: list[FakeEngine], updater_of: Callable[..., Any]
+) -> None:
+    for fake in engines:
+        fake.answers = {
+            path: [(404, '{"detail": "Not Found"}')] for path in ("/begin_weight_update", "/end_weight_update")
+        }
+    updater, sent = updater_of()
+    updater.update(iter(WEIGHTS), 1)
+    assert sent == [["a", "b"]] and engines[1].paths[-1] == "/continue_generation"
+
+
+def test_a_flush_is_tried_again_while_requests_wind_down(
+    engines: list[FakeEngine], updater_of: Callable[..., Any]
+) -> None:
+    engines[1].answers["/flush_cache"] = [(400, "Flush cache failed.\n"), (400, "Flush cache failed.\n"), (200, "ok")]
+    updater_of(flush_timeout_secs=5.0)[0].update(iter(WEIGHTS), 1)
+    assert engines[1].paths.count("/flush_cache") == 3 and engines[0].paths.count("/flush_cache") == 1
+
+
+def test_a_flush_that_never_succeeds_ends_in_a_timeout_that_names_the_engine(
+    engines: list[FakeEngine], updater_of: Callable[..., Any]
+) -> None:
+    engines[1].answers["/flush_cache"] = [(400, "Flush cache failed.\n")]
+    with pytest.raises(CacheFlushTimeoutError, match=r"no flush within 0\.2 s") as error:
+        updater_of()[0].update(iter(WEIGHTS), 1)
+    assert error.value.engine_url == engines[1].url and isinstance(error.value, TimeoutError)
+    assert [fake.paths[-1] for fake in engines] == ["/continue_generation"] * 2, "nothing stays paused"
+
+
+@pytest.mark.parametrize("endpoint", ["/pause_generation", "/begin_weight_update"])
+def test_a_refusal_before_the_first_bucket_leaves_the_engines_running(
+    endpoint: str, engines: list[FakeEngine], updater_of: Callable[..., Any]
+) -> None:
+    engines[0].answers[endpoint] = [(400, '{"success": false, "message": "busy"}')]
+    updater, sent = updater_of()
+    with pytest.raises(WeightUpdateError, match="busy") as error:
+        updater.update(iter(WEIGHTS), 1)
+    assert (error.value.endpoint, error.value.status, error.value.engine_url) == (endpoint, 400, engines[0].url)
+    assert sent == []
+    for fake in engines:
+        assert fake.paths[-1] == "/continue_generation"
+        assert ("/end_weight_update" in fake.paths) == (endpoint == "/begin_weight_update")
+        assert fake.paths.count(endpoint) == 1, "never retried"
+
+
+def test_a_failure_after_the_first_bucket_keeps_the_engines_paused_and_dismisses_them(
+    engines: list[FakeEngine], updater_of: Callable[..., Any]
+) -> None:
+    engines[1].answers["/end_weight_update"] = [(400, '{"success": false, "message": "no"}')]
+    with pytest.raises(WeightUpdateError, match="/end_weight_update"):
+        updater_of()[0].update(iter(WEIGHTS), 1)
+    for fake in engines:
+        assert "/continue_generation" not in fake.paths
+        assert fake.paths[-1] == "/destroy_weights_update_group"
+
+
+def test_success_false_with_status_200_is_a_refusal(engines: list[FakeEngine], updater_of: Callable[..., Any]) -> None:
+    engines[0].answers["/begin_weight_update"] = [(200, '{"success": false, "message": "half"}')]
+    with pytest.raises(WeightUpdateError, match="half"):
+        updater_of()[0].update(iter(WEIGHTS), 1)
+
+
+def test_a_dead_engine_is_named_at_once(engines: list[FakeEngine], updater_of: Callable[..., Any]) -> None:
+    updater, _ = updater_of()
+    updater._engines[1] = EngineClient("http://127.0.0.1:9", 5.0)
+    start = time.monotonic()
+    with pytest.raises(WeightUpdateError, match=r"127\.0\.0\.1:9 gave no answer to /pause_generation") as error:
+        updater.update(iter(WEIGHTS), 1)
+    assert error.value.status is None and time.monotonic() - start < 5
+
+
+def test_update_before_connect_is_an_error_of_the_caller() -> None:
+    with pytest.raises(RuntimeError, match="connect"):
+        WeightUpdater(config()).update(iter(WEIGHTS), 1)
+    with pytest.raises(ValueError, match="no engines"):
+        WeightUpdater(config()).connect([])
+
+
+def test_buckets_fill_up_and_a_large_tensor_goes_alone() -> None:
+    sizes = [1, 2, 10, 1, 1, 1]
+    tensors = [(str(i), torch.zeros(n, dtype=torch.uint8)) for i, n in enumerate(sizes)]
+    assert [[n for n, _ in b] for b in buckets(tensors, 3)] == [["0", "1"], ["2"], ["3", "4", "5"]]
+    assert list(buckets([], 3)) == []
+
+
+def test_the_error_survives_a_process_boundary() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(WeightUpdateError("http://e", "/x", 400, "why")))
+    assert (error.engine_url, error.endpoint, error.status, error.body) == ("http://e", "/x", 400, "why")
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"a": "1", "b": "3"}, "'b' differs"),
+        ({"a": "1"}, "no parameter 'b'"),
+        ({"a": "1", "b": "2", "c": "3"}, "has 'c'"),
+    ],
+)
+def test_the_first_difference_is_named(engine: dict[str, str], words: str) -> None:
+    trainer = {"a": "1", "b": "2"}
+    compare_checksums(trainer, dict(trainer), "http://e")
+    with pytest.raises(ValueError, match=words):
+        compare_checksums(trainer, engine, "http://e")
+
+
+@pytest.mark.parametrize("flags", [{"pause_generation_mode": "later"}, {"update_weight_buffer_size": 0}])
+def test_wrong_flags_are_named(flags: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--" + next(iter(flags)).replace("_", "-")):
+        WeightUpdateConfig.from_args(Namespace(**flags))

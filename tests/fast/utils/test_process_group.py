@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from miles.utils.checksum import tensor_checksum
+from miles.utils.http_utils import find_available_port
+
+MEMBER = """
+import sys, torch, torch.distributed as dist
+from miles.utils.process_group import destroy_process_group, init_process_group
+rank = int(sys.argv[1])
+for port in PORTS:
+    group = init_process_group(
+        backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=rank, group_name="weights",
+        timeout_secs=20,
+    )
+    tensor = torch.arange(4.0) if rank == 0 else torch.zeros(4)
+    dist.broadcast(tensor, group_src=0, group=group)
+    destroy_process_group(group)
+    print(tensor.tolist())
+"""
+
+
+def test_members_without_a_default_group_meet_broadcast_and_meet_again() -> None:
+    ports = find_available_port(0), find_available_port(0)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEMBER.replace("PORTS", repr(ports))]
+    members = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(2)
+    ]
+    outputs = [member.communicate(timeout=50)[0] for member in members]
+    assert outputs == ["[0.0, 1.0, 2.0, 3.0]\n" * 2] * 2
+
+
+def test_checksums_agree_exactly_where_values_shape_and_dtype_do() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert tensor_checksum(tensor) == tensor_checksum(tensor.t().contiguous().t())
+    assert tensor_checksum(tensor) != tensor_checksum(tensor.reshape(3, 2))
+    assert tensor_checksum(tensor) != tensor_checksum(tensor.bfloat16())
+    changed = tensor.clone()
+    changed[0, 0] = 1e-30
+    assert tensor_checksum(tensor) != tensor_checksum(changed)
+    assert len(tensor_checksum(torch.ones(()))) == 16

@@ -1,0 +1,165 @@
+"""The summary against numbers worked out by hand, and a picture for every shape of run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from miles.utils.run_picture import running_mean, zoom_window
+from miles.utils.run_report import (
+    format_summary,
+    loop_window,
+    main,
+    read_json_lines,
+    read_metrics,
+    summarize,
+    write_report,
+)
+from tests.fast.utils.synthetic_run import write_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULLY_ASYNC = "rollout/fully_async"
+
+
+def step(index: int, reward: float, **more: Any) -> dict[str, Any]:
+    return {"step": index, "time": 0.0, "rollout/raw_reward": reward, "rollout/num_groups": 2, **more}
+
+
+def test_reward_is_the_mean_of_ten_steps_at_each_end() -> None:
+    rows = [step(i, i / 100) for i in range(30)]
+    assert summarize(rows, {})["reward"] == {
+        "first": pytest.approx(0.045),
+        "last": pytest.approx(0.245),
+        "mean_of_steps": 10,
+    }
+
+
+def test_a_short_run_compares_its_halves() -> None:
+    reward = summarize([step(0, 0.0), step(1, 0.5), step(2, 1.0)], {})["reward"]
+    assert reward == {"first": 0.0, "last": 1.0, "mean_of_steps": 1}
+
+
+def test_evaluations_before_and_after() -> None:
+    rows = [
+        {"step": 0, "eval/sort": 0.3, "eval/sort-pass@1": 0.3},
+        step(0, 0.3),
+        step(1, 0.6, **{"eval/sort": 0.5}),
+        step(2, 0.9, **{"eval/sort": 0.9}),
+    ]
+    summary = summarize(rows, {})
+    assert summary["steps"] == 3
+    assert summary["eval"] == {"sort": {"before": 0.3, "after": 0.9}}
+    assert summarize(rows[1:], {})["eval"] == {"sort": {"before": None, "after": 0.9}}
+    assert summarize(rows[:2], {})["eval"] == {"sort": {"before": 0.3, "after": None}}
+
+
+def test_times_count_the_training_loop_only() -> None:
+    lanes = {
+        "eval": [(0.0, 5.0)],
+        "generation": [(0.0, 14.0), (15.0, 19.0), (25.0, 40.0)],
+        "wait": [(10.0, 12.0), (19.0, 19.5)],
+        "training": [(12.0, 16.0), (19.5, 22.0)],
+        "weight_update": [(16.0, 17.0), (22.0, 30.0)],
+    }
+    assert loop_window(lanes) == (10.0, 30.0)
+    times = summarize([step(0, 1.0, **{"perf/step_time": 0.5}), step(1, 1.0, **{"perf/step_time": 1.5})], lanes)["time"]
+    assert times["loop"] == 20.0
+    assert times["generation"] == 4.0 + 4.0 + 5.0
+    assert times["training"] == 6.5
+    assert times["overlap"] == 2.0 + 1.0
+    assert times["overlap_share_of_training"] == pytest.approx(3.0 / 6.5)
+    assert times["weight_update"] == 9.0
+    assert times["trainer_waited"] == 2.5
+    assert times["trainer_waited_share"] == pytest.approx(0.125)
+    assert times["eval"] == 5.0
+    assert times["step_mean"] == 1.0
+
+
+def test_staleness_weighs_each_group_alike() -> None:
+    rows = [
+        step(0, 1.0),  # not measured
+        step(1, 1.0, **{f"{FULLY_ASYNC}/trained_avg_staleness": 1.0, f"{FULLY_ASYNC}/trained_max_staleness": 3}),
+        step(2, 1.0, **{f"{FULLY_ASYNC}/trained_avg_staleness": 2.0, f"{FULLY_ASYNC}/trained_max_staleness": 2})
+        | {"rollout/num_groups": 6},
+    ]
+    assert summarize(rows, {})["staleness"] == {"mean": 1.75, "max": 3}
+    assert summarize(rows[:1], {})["staleness"] == {"mean": None, "max": None}
+
+
+def test_groups_by_reason() -> None:
+    rows = [
+        step(0, 1.0, **{f"{FULLY_ASYNC}/stale_groups_recycled": 1, "rollout/dynamic_filter/drop_zero_std_1.0": 3}),
+        step(1, 1.0, **{f"{FULLY_ASYNC}/stale_groups_recycled": 2, f"{FULLY_ASYNC}/aborted_groups_recycled": 0}),
+        step(2, 1.0, **{"rollout/trimmed_samples": 4, "rollout/dynamic_filter/drop_zero_std_0.0": 1}),
+    ]
+    summary = summarize(rows, {})
+    assert summary["groups"] == {
+        "trained": 6,
+        "recycled": {"stale": 3},
+        "dropped": {"zero_std_0.0": 1, "zero_std_1.0": 3},
+        "trimmed_samples": 4,
+    }
+    text = format_summary(summary)
+    assert "6 trained, 3 recycled (stale 3), 4 dropped (zero_std_0.0 1, zero_std_1.0 3), 4 samples trimmed" in text
+
+
+def test_null_metrics_are_left_out() -> None:
+    rows = [step(0, 0.5), {"step": 1, "rollout/raw_reward": None, "rollout/num_groups": 2}, step(2, 0.7)]
+    reward = summarize(rows, {})["reward"]
+    assert (reward["first"], reward["last"]) == (0.5, 0.7)
+
+
+def test_report_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run", steps=40)
+    summary = write_report(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert summary["steps"] == 40 and summary["groups"]["trained"] == 640
+    assert summary["time"]["overlap_share_of_training"] > 0.9
+    assert summary["reward"]["last"] > summary["reward"]["first"]
+    text = format_summary(summary)
+    assert "eval sort" in text and "0.310 -> 0.970" in text and str(run_dir) in text
+
+    (run_dir / "summary.json").unlink()
+    assert main([str(run_dir)]) == 0
+    assert text in capsys.readouterr().out and (run_dir / "summary.json").exists()
+
+
+def test_a_run_of_one_step_without_a_timeline_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 0, "train/loss": 1.0}\n')
+    summary = write_report(tmp_path)
+    assert summary["reward"]["first"] is None and summary["time"]["loop"] is None
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+    assert "trainer waited" in format_summary(summary)
+
+
+def test_a_cut_off_last_line_is_left_out_and_any_other_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "tra')
+    assert read_json_lines(path) == [{"step": 0}]
+    path.write_text('{"step": 0\n{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: not JSON"):
+        read_json_lines(path)
+
+
+def test_a_directory_without_a_run_is_one_clear_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert "is not a run directory: it has no metrics.jsonl" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="ended before its first step"):
+        read_metrics(tmp_path)
+
+
+def test_the_detailed_timeline_shows_a_dozen_steps_from_the_middle() -> None:
+    training = [(float(i), i + 0.5) for i in range(100)]
+    assert zoom_window({"training": training}) == (44.0, 56.0)
+    assert zoom_window({"training": training[:1]}) == (0.0, 0.5)
+    assert zoom_window({}) is None
+
+
+def test_running_mean_uses_what_there_is() -> None:
+    assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
