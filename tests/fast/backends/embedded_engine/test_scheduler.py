@@ -179,6 +179,7 @@ def test_pause_abort_ends_running_and_waiting_requests_with_what_they_have(model
         "err_type": None,
     }
     assert requests[2].finish_reason == {"type": "abort", "message": "Abort in waiting queue"}
+    assert requests[2].version_spans(0) == []
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
     late = make_request([8], "late", max_new_tokens=2)
     scheduler.add([late])
@@ -196,6 +197,22 @@ def test_an_aborted_request_leaves_the_others_as_they_were(model_dir: Path, refe
     assert scheduler.abort(lambda request: request.rid in ("r0", "r3")) == 2
     run_until_done(scheduler)
     assert [len(request.output_ids) for request in requests] == [5, 12, 12, 5, 12]
+    for request in requests:
+        assert_logprobs(reference, request)
+
+
+def test_rows_are_moved_together_between_steps_too(model_dir: Path, reference: Any) -> None:
+    scheduler = make_scheduler(model_dir)
+    requests = [make_request([5, 6, 7 + i], f"r{i}", seed=i, max_new_tokens=2 if i < 2 else 12) for i in range(5)]
+    scheduler.add(requests)
+    steps(scheduler, 2)  # leaves holes in rows 0 and 1
+    scheduler.pause(PauseMode.IN_PLACE)
+    assert scheduler.abort(lambda request: request.rid == "r2") == 1
+    assert not scheduler.flush_cache()
+    assert len(scheduler.running()) == 2
+    scheduler.cache.trim()
+    scheduler.resume()
+    run_until_done(scheduler)
     for request in requests:
         assert_logprobs(reference, request)
 

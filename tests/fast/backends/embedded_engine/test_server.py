@@ -295,6 +295,12 @@ async def test_pause_abort_ends_what_runs_and_holds_what_comes(client: Client) -
     held = asyncio.create_task(client.generate(sampling_params={"max_new_tokens": 1}))
     await client.until(lambda state: state["num_waiting_reqs"] == 1)
     assert not held.done()
+    await client.post("/pause_generation", {})
+    answer = await held
+    assert answer["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    assert (answer["output_ids"], answer["meta_info"]["weight_versions"], answer["text"]) == ([], [], "")
+    held = asyncio.create_task(client.generate(sampling_params={"max_new_tokens": 1}))
+    await client.until(lambda state: state["num_waiting_reqs"] == 1)
     await client.post("/continue_generation", {})
     assert len((await held)["output_ids"]) == 1
 
