@@ -38,7 +38,11 @@ def cached_attention(
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
     """
-    assert sliding_window is None and softcap is None and s_aux is None, "checked when the model is loaded"
+    if not (attention_mask is None and sliding_window is None and softcap is None and s_aux is None):
+        raise ValueError(
+            "the embedded engine has plain causal attention only (no sliding window, soft cap, sinks or bias); "
+            "use --rollout-engine sglang"
+        )
     layer: int = module.layer_idx  # type: ignore[assignment]
     queries, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     head_dim = keys.shape[-1]

@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from miles.backends.embedded_engine.generate_body import ModelLimits
-from miles.backends.embedded_engine.kv_cache import KVCache
+from miles.backends.embedded_engine.kv_cache import SHORTEST_CLASS, KVCache
 from miles.backends.embedded_engine.memory import default_total_tokens
 from miles.backends.embedded_engine.model import load_model
+from miles.backends.embedded_engine.request import Request
+from miles.backends.embedded_engine.sampling_params import SamplingParams
 from miles.backends.embedded_engine.scheduler import Scheduler
 from miles.backends.embedded_engine.service import Loaded
+from miles.backends.embedded_engine.step_plan import plan_step
 from miles.backends.embedded_engine.tokenizer import end_token_ids, load_tokenizer
 from miles.backends.embedded_engine.weights import WeightReceiver
 
 if TYPE_CHECKING:
     from miles.backends.embedded_engine.config import EngineConfig
+    from miles.backends.embedded_engine.model import EngineModel
 
 
 def load(config: EngineConfig) -> tuple[Loaded, Scheduler]:
@@ -28,6 +32,7 @@ def load(config: EngineConfig) -> tuple[Loaded, Scheduler]:
         device=device,
         context_length=config.context_length,
     )
+    check_attention(model)
     info = model.info
     total = config.max_total_tokens or default_total_tokens(
         info.kv_shape, context_length=info.context_length, max_running_requests=config.max_running_requests
@@ -52,6 +57,28 @@ def load(config: EngineConfig) -> tuple[Loaded, Scheduler]:
         max_total_tokens=total,
     )
     return loaded, scheduler
+
+
+def check_attention(model: EngineModel) -> None:
+    """Run one pass, which also warms up, and see that every layer put its keys into the cache.
+
+    Raises ValueError for a model whose attention does not go through transformers' attention interface: it would
+    answer, but wrongly.
+    """
+    cache = KVCache(model.info.kv_shape, context_length=SHORTEST_CLASS, max_total_tokens=SHORTEST_CLASS)
+    request = Request("warm-up", [0] * 4, SamplingParams(), max_new_tokens=1, end_ids=frozenset(), seed_state=0)
+    cache.join(request)
+    assert request.pool is not None
+    request.pool.data.fill_(torch.nan)
+    shape = model.info.kv_shape
+    model.logits(plan_step(cache, [request], kv_heads=shape.kv_heads, dtype=shape.dtype))
+    untouched = request.pool.data[:, 0, request.row, :, : request.num_tokens].isnan().flatten(1).all(dim=1)
+    if untouched.any():
+        raise ValueError(
+            f"the embedded engine does not support {', '.join(model.info.architectures)}: "
+            f"{int(untouched.sum())} of its {shape.layers} layers keep their attention to themselves; "
+            "use --rollout-engine sglang"
+        )
 
 
 def _device(name: str | None) -> torch.device:

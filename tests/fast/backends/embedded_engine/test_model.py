@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miles.backends.embedded_engine.kv_cache import KVCache
+from miles.backends.embedded_engine.loading import check_attention
 from miles.backends.embedded_engine.model import load_model
 from miles.backends.embedded_engine.scheduler import Scheduler
 from tests.fast.backends.embedded_engine.tiny import (
@@ -58,6 +59,16 @@ def test_other_types_use_the_fused_kernel_and_agree_too(
     for request in requests:
         expected = full_forward_logprobs(reference, request.prompt_ids, request.output_ids)
         assert request.output_logprobs == pytest.approx(expected, abs=tolerance)
+
+
+def test_a_model_with_attention_of_its_own_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="does not support BloomForCausalLM: 2 of its 2 layers"):
+        check_attention(load(tmp_path))
+    check_attention(load(model_dir))
 
 
 def change_config(directory: Path, **changes: Any) -> None:

@@ -74,6 +74,15 @@ def _content(raw: bytes) -> Any:
         return raw.decode()
 
 
+async def loaded(service: EngineService) -> None:
+    """Wait until the model is loaded; fail where it cannot be."""
+    waits = [asyncio.create_task(service.ready.wait()), asyncio.create_task(service.ended.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in waits:
+        task.cancel()
+    assert service.ready.is_set(), service.engine.failure
+
+
 @asynccontextmanager
 async def serving(config: EngineConfig, *, wait: bool = True) -> AsyncIterator[Client]:
     service = EngineService(config)
@@ -84,7 +93,7 @@ async def serving(config: EngineConfig, *, wait: bool = True) -> AsyncIterator[C
     port = runner.addresses[0][1]
     if wait:
         service.start()
-        await service.ready.wait()
+        await loaded(service)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
         try:
             yield Client(f"http://127.0.0.1:{port}", session, service)
@@ -105,7 +114,7 @@ async def test_health_is_503_until_the_model_is_loaded(model_dir: Path) -> None:
             assert await client.get(path) == (503, "")
         assert (await client.post("/generate", {"input_ids": PROMPT}))[0] == 503
         client.service.start()
-        await client.service.ready.wait()
+        await loaded(client.service)
         for path in ("/health", "/ready", "/health_generate", "/ping"):
             assert await client.get(path) == (200, "")
 
@@ -321,6 +330,20 @@ async def test_paused_requests_go_on_with_a_new_version(
     assert [span["version"] for span in meta["weight_versions"]] == ["default", "8"]
     assert meta["weight_versions"][-1]["end"] == 480
     assert meta["num_retractions"] == retractions
+
+
+async def test_weights_from_disk_while_requests_are_paused_in_place(client: Client, model_dir: Path) -> None:
+    (task,) = await client.start()
+    await client.post("/pause_generation", {"mode": "in_place"})
+    body = {"model_path": str(model_dir), "weight_version": "1"}
+    status, content = await client.post("/update_weights_from_disk", body)
+    assert (status, content["success"]) == (400, False)
+    assert content["message"].startswith("Weights were updated, but the cache was not flushed")
+    body |= {"weight_version": "2", "flush_cache": False}
+    assert (await client.post("/update_weights_from_disk", body))[0] == 200
+    await client.post("/continue_generation", {})
+    spans = (await task)[1]["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["default", "2"]
 
 
 async def test_update_weight_version_aborts_by_default(client: Client) -> None:
