@@ -49,7 +49,7 @@ START_SECS = 90
 def embedded_command(model: Path, port: int) -> list[str]:
     return [
         *(sys.executable, "-m", "miles.backends.embedded_engine", "--model-path", str(model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--weight-update-timeout", "5"),
+        *("--host", "127.0.0.1", "--port", str(port), "--weight-update-timeout", "3"),
     ]
 
 

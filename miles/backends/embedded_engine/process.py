@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -32,6 +33,9 @@ def serve(config: EngineConfig) -> int:
         stream=sys.stderr,
     )
     logging.getLogger("aiohttp.server").addFilter(is_no_probe)
+    if not (Path(config.model_path) / "config.json").is_file():
+        logger.error("--model-path %s: there is no config.json", config.model_path)  # said before seconds of imports
+        return 1
     return asyncio.run(_serve(config))
 
 
