@@ -192,10 +192,10 @@ def _read(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Na
     state.optimizer.reload_model_params()
     if (checkpoint / _OPTIMIZER).is_file() and not getattr(args, "reset_optimizer_states", False):
         _load_optimizer(checkpoint, state, record["optimizer_scalars"], hf)
+        state.scheduler.num_steps = int(record["optimizer_steps"])
+        state.scheduler.step(0)
     else:
-        logger.warning("checkpoint %s: starting with fresh optimizer moments", checkpoint)
-    state.scheduler.num_steps = int(record["optimizer_steps"])
-    state.scheduler.step(0)
+        logger.warning("checkpoint %s: optimizer and schedule start anew", checkpoint)
     _restore_rng_state(load_file(checkpoint / _RNG))
     logger.info("resumed from %s", checkpoint)
     return Progress(rollout_id=int(record["rollout_id"]), weight_version=int(record["weight_version"]))

@@ -121,7 +121,8 @@ class MegatronTrainer:
             hf=self._hf,
             args=self._args,
         )
-        self._hooks.post_save(self._args, rollout_id, path)
+        if self.is_weight_source:
+            self._hooks.post_save(self._args, rollout_id, path)
         return path
 
     def export_hf(self, directory: str) -> None:
@@ -181,7 +182,7 @@ class MegatronTrainer:
 
     def _can_reuse_forward(self, num_steps: int) -> bool:
         """With one optimizer step, the weights before the step are those of its own forward pass: the pass that would
-        recompute the old log-probabilities is left out, and the numbers are the same."""
+        recompute the old log-probabilities is left out, and the numbers are the same (without dropout)."""
         return (
             num_steps == 1
             and self._loss_config.loss_type == "policy_loss"
@@ -189,6 +190,8 @@ class MegatronTrainer:
             and not getattr(self._args, "kl_coef", 0.0)
             and not getattr(self._args, "use_opd", False)
             and not self._hooks.wants_log_prob_pass
+            and not getattr(self._args, "hidden_dropout", 0.0)
+            and not getattr(self._args, "attention_dropout", 0.0)
         )
 
     def _needs_own_log_probs(self) -> bool:

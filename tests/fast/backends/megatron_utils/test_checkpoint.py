@@ -39,8 +39,14 @@ def saved_run(checkpoint: Path, save: Path, trainer_of: TrainerOf, rollouts: int
 
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("qwen3-tied", {}), ("qwen2-untied", {}), ("qwen3-tied", {"optimizer": "sgd"}), ("qwen3-tied", {"bf16": True})],
-    ids=["tied", "untied", "sgd", "bf16"],
+    [
+        ("qwen3-tied", {}),
+        ("qwen2-untied", {}),
+        ("qwen3-tied", {"optimizer": "sgd"}),
+        ("qwen3-tied", {"bf16": True}),
+        ("qwen3-tied", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    ],
+    ids=["tied", "untied", "sgd", "bf16", "dropout"],
 )
 def test_resumed_run_equals_the_uninterrupted_one(
     name: str, overrides: dict[str, Any], checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
@@ -179,7 +185,7 @@ def test_a_checkpoint_without_optimizer_state_starts_with_fresh_moments(
     assert not (tmp_path / "iter_0000000" / "optimizer.safetensors").exists()
     trainer = trainer_of(make_args(checkpoints["qwen3-tied"], load=str(tmp_path), **SCHEDULE))
     assert trainer.load() == 1
-    assert not trainer._optimizer.optimizer.state
+    assert not trainer._optimizer.optimizer.state and trainer._scheduler.num_steps == 0
 
 
 def test_a_checkpoint_serves_as_reference_model(

@@ -117,7 +117,9 @@ def test_reusing_the_forward_pass_changes_no_number(
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"use_rollout_logprobs": True}, {"kl_coef": 0.1}, {"loss_type": "sft_loss"}], ids=str
+    "overrides",
+    [{"use_rollout_logprobs": True}, {"kl_coef": 0.1}, {"loss_type": "sft_loss"}, {"attention_dropout": 0.1}],
+    ids=str,
 )
 def test_the_forward_pass_is_not_reused_where_the_numbers_would_differ(
     overrides: dict[str, Any], checkpoints: dict[str, Path], trainer_of: TrainerOf
