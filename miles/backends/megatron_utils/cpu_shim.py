@@ -64,7 +64,7 @@ def install_cpu_shim() -> None:
             importlib.import_module(name)
     if not cpu_shim_installed():
         for owner in (torch.Tensor, torch.nn.Module):
-            owner.cuda = _stay(owner.cuda)  # type: ignore[attr-defined]
+            owner.cuda = _stay(owner.cuda)  # type: ignore[attr-defined, method-assign]
         torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign, assignment]
         # megatron-core keeps its own setter of the CUDA generator, which works on CUDA internals.
         mcore_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")

@@ -75,9 +75,6 @@ def test_a_checkpoint_that_disagrees_with_its_config_is_refused(
         (tmp_path / "bad" / "config.json").write_text(json.dumps(config), encoding="utf-8")
         with pytest.raises(ValueError, match=words):
             trainer_of(make_args(tmp_path / "bad"))
-        from miles.backends.megatron_utils.parallel import shutdown_distributed
-
-        shutdown_distributed()
 
 
 def test_sequences_of_similar_length_share_a_group() -> None:
