@@ -119,7 +119,7 @@ class ControlRoutes:
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        arguments = {
+        arguments: dict[str, Any] = {
             "address": body.required_text("master_address"),
             "port": body.required_int("master_port"),
             "rank": body.required_int("rank_offset"),

@@ -112,9 +112,12 @@ def _prompts(body: dict[str, Any], limits: ModelLimits, tokenizer: Tokenizer | N
     if ids is not None:
         is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
         prompts = ids if is_batch else [ids]
+    elif isinstance(text, list):
+        is_batch = True
+        prompts = [_encode(item, tokenizer) for item in text]
     else:
-        is_batch = isinstance(text, list)
-        prompts = [_encode(item, tokenizer) for item in (text if is_batch else [text])]
+        is_batch = False
+        prompts = [_encode(text, tokenizer)]
     if not prompts:
         raise RequestError("The batch is empty.")
     for prompt in prompts:

@@ -139,8 +139,10 @@ class Request:
         self.finish_reason = {"type": "length", "length": 0}
 
     def version_spans(self, end: int) -> list[dict[str, Any]]:
-        """Which weights generated which of the first `end` output tokens."""
+        """Which weights generated which of the first `end` output tokens; [] for a request that never ran."""
         starts = self.span_starts
+        if not starts:
+            return []
         ends = [start for _, start in starts[1:]] + [end]
         return [
             {"version": version, "start": start, "end": min(stop, end)}

@@ -105,7 +105,7 @@ class SamplingParams:
             raw = {}
         if not isinstance(raw, dict):
             raise RequestError(f"sampling_params must be an object, got {type(raw).__name__}.")
-        values = {}
+        values: dict[str, Any] = {}
         for name, value in raw.items():
             convert = _CONVERTERS.get(name)
             if convert is not None:

@@ -30,7 +30,7 @@ JSON_HEADERS = {"Content-Type": "application/json"}
 def make_app(service: EngineService) -> web.Application:
     """The application; `service` is started and closed by the caller."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
-    generate = GenerateRoute(service)
+    generate = GenerateRoute(service).handle
     app.router.add_post("/generate", generate)
     app.router.add_put("/generate", generate)
     InfoRoutes(service).add_to(app)
@@ -44,7 +44,7 @@ class GenerateRoute:
     def __init__(self, service: EngineService) -> None:
         self._service = service
 
-    async def __call__(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         service = self._service
         loaded = service.loaded
         body = parse_generate_body(
@@ -97,8 +97,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return json_response({"success": False, "message": str(error)}, 400)
     except web.HTTPException as error:
         return json_response({"detail": error.reason}, error.status)
-    except asyncio.CancelledError:
-        raise
+    except (asyncio.CancelledError, ConnectionResetError):
+        raise  # the client has gone: there is nobody to answer
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         return json_response({"detail": "Internal Server Error"}, 500)

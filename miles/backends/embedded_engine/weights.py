@@ -59,6 +59,9 @@ class WeightReceiver:
     def __init__(self, parameters: Mapping[str, torch.Tensor], *, timeout: float) -> None:
         """`parameters`: every name that may arrive (tied ones too) with a tensor of the model's shape, type, device."""
         self._shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        first_names: dict[int, str] = {}
+        self._own_name = {name: first_names.setdefault(id(tensor), name) for name, tensor in parameters.items()}
+        """The parameter behind each name; the names of tied weights have the same one."""
         first = next(iter(parameters.values()))
         self._dtype, self._device = first.dtype, first.device
         self._timeout = timeout
@@ -146,7 +149,7 @@ class WeightReceiver:
             raise ControlError(
                 f"Failed to receive weights: {error}. The update is dropped, the old weights stay."
             ) from error
-        staged.tensors.update({name: self._placed(tensor) for name, tensor in tensors.items()})
+        staged.tensors.update({self._own_name[name]: self._placed(tensor) for name, tensor in tensors.items()})
         if version is not None:
             staged.version = version
 
@@ -164,9 +167,12 @@ class WeightReceiver:
                     for name in content.keys():  # noqa: SIM118 - not a dict
                         tensor = content.get_tensor(name)
                         self._check(name, tuple(tensor.shape))
-                        staged.tensors[name] = self._placed(tensor)
+                        staged.tensors[self._own_name[name]] = self._placed(tensor)
         except (OSError, SafetensorError) as error:
             raise ControlError(f"Failed to get weights iterator: {error}.") from error
+        missing = sorted(set(self._own_name.values()) - staged.tensors.keys())
+        if missing:
+            raise ControlError(f"{directory!r} lacks {', '.join(missing[:5])}")
         return staged
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:

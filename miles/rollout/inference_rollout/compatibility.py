@@ -9,15 +9,17 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from miles.rollout.base_types import (
     GenerateFnInput,
     GenerateFnOutput,
     RolloutFnConstructorInput,
+    RolloutFnEvalInput,
     RolloutFnEvalOutput,
     RolloutFnInput,
     RolloutFnOutput,
+    RolloutFnTrainInput,
     RolloutFnTrainOutput,
     box_rollout_output,
 )
@@ -61,7 +63,11 @@ class LegacyRolloutFnAdapter:
         return box_rollout_output(await output, evaluation=evaluation)
 
 
-def call_rollout_function(fn: Callable[[RolloutFnInput], Any], input: RolloutFnInput) -> RolloutFnOutput:
+@overload
+def call_rollout_function(fn: Callable[..., Any], input: RolloutFnTrainInput) -> RolloutFnTrainOutput: ...
+@overload
+def call_rollout_function(fn: Callable[..., Any], input: RolloutFnEvalInput) -> RolloutFnEvalOutput: ...
+def call_rollout_function(fn: Callable[..., Any], input: RolloutFnInput) -> RolloutFnOutput:
     """Call a loaded rollout function and wait for its output; coroutines run on the shared rollout event loop.
 
     Blocks, so it is called from outside that loop. Raises ValueError naming the function where it returns something

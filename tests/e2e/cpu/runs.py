@@ -72,6 +72,12 @@ class RunningRun:
     def send(self, signum: int) -> None:
         self._process.send_signal(signum)
 
+    def reap(self) -> None:
+        """Collect the driver after it was killed, without reading what it printed."""
+        self._process.wait(timeout=10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
     def finish(self, timeout_secs: float = TIMEOUT_SECS) -> FinishedRun:
         """Wait for the end; the run is killed where it takes longer."""
         try:

@@ -43,6 +43,7 @@ def test_nothing_of_ours_outlives_a_killed_driver(launcher: Launcher, killed: Ki
     run.remember_processes()
     run.send(signal.SIGKILL)
     killed.run, killed.at = run, time.monotonic()
+    run.reap()
     left = set(ours.values())
     while left and time.monotonic() < killed.at + GONE_SECS:
         left = {pid for pid in left if is_running(pid)}
