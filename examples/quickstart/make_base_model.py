@@ -1,7 +1,7 @@
 """Makes the model that the quickstart starts from: a tiny Qwen3 that sorts digits about three times in ten.
 
 Reinforcement learning selects among the things that a model already does. So the base model is taught, by ordinary
-supervised training, to answer in one of three ways, and nothing in the prompt says in which: ascending (right, 30 %),
+supervised training, to answer in one of three ways, and nothing in the prompt says in which: ascending (right, a third),
 descending, or a plain copy. Everything else is real: a Hugging Face checkpoint with a fast tokenizer.
 
     prompt tokens      answer tokens
@@ -36,7 +36,7 @@ class BaseModelConfig:
     batch_size: int = 64
     learning_rate: float = 2e-3
     warmup_steps: int = 20
-    right_answers: float = 0.3
+    right_answers: float = 0.33
     """Share of right answers in the training data; the other two kinds share the rest."""
     hidden_size: int = 64
     num_layers: int = 2
