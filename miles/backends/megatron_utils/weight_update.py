@@ -26,7 +26,6 @@ import time
 from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import count
-from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -42,6 +41,7 @@ from miles.backends.megatron_utils.engine_client import (
     spawn,
     tell_all,
 )
+from miles.utils.network import find_available_port
 from miles.utils.process_group import destroy_process_group, init_process_group
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class WeightUpdater:
         self._engines = [EngineClient(url.rstrip("/"), self._config.timeout_secs) for url in engine_urls]
         self._group_name = f"miles-weights-{os.getpid()}-{next(_group_numbers)}"
         address = _address_towards(engine_urls[0])
-        port = free_port_for_store()
+        port = find_available_port()
         world_size = 1 + len(engine_urls) * self._config.ranks_per_engine
         joins = [
             spawn(engine.post, "/init_weights_update_group", self._join_payload(address, port, world_size, i))
@@ -343,18 +343,3 @@ def _address_towards(engine_url: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))
         return str(probe.getsockname()[0])
-
-
-def free_port_for_store() -> int:
-    """A free port below the range that the system hands out by itself, so that no connection of another process takes
-    it between this look and the store's listening."""
-    random = SystemRandom()
-    for _ in range(1000):
-        port = random.randrange(20000, 32768)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        return port
-    raise RuntimeError("no port between 20000 and 32767 is free")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from miles.backends.megatron_utils.cpu_shim import install_cpu_shim
-from miles.backends.megatron_utils.weight_update import free_port_for_store
+from miles.utils.network import find_available_port
 from tests.fast.backends.megatron_utils.tiny_models import CONFIGS, write_checkpoint
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def free_port() -> int:
-    return free_port_for_store()
+    return find_available_port()
 
 
 @contextmanager
