@@ -1,8 +1,9 @@
 """Makes the model that the quickstart starts from: a tiny Qwen3 that sorts digits about three times in ten.
 
 Reinforcement learning selects among the things that a model already does. So the base model is taught, by ordinary
-supervised training, to answer in one of three ways, and nothing in the prompt says in which: ascending (right, 30 %),
-descending, or a plain copy. Everything else is real: a Hugging Face checkpoint with a fast tokenizer.
+supervised training, to answer in one of three ways, and nothing in the prompt says in which: ascending (the right one,
+in a third of the data), descending, or a plain copy. Everything else is real: a Hugging Face checkpoint with a fast
+tokenizer.
 
     prompt tokens      answer tokens
     5 2 9 1 4 >        1 2 4 5 9 <|endoftext|>
@@ -36,7 +37,7 @@ class BaseModelConfig:
     batch_size: int = 64
     learning_rate: float = 2e-3
     warmup_steps: int = 20
-    right_answers: float = 0.3
+    right_answers: float = 0.33
     """Share of right answers in the training data; the other two kinds share the rest."""
     hidden_size: int = 64
     num_layers: int = 2

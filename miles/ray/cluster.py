@@ -22,6 +22,11 @@ logger = logging.getLogger(__name__)
 _RUN_ENVIRONMENT = ("MILES_EXPERIMENTAL_ROLLOUT_REFACTOR", "MILES_HOST_IP", "MILES_PREFER_IPV6")
 
 
+# Ray turns 127.0.0.1 into the machine's address on its network, which may change or go away during a run. Any other
+# loopback address it leaves alone.
+_RAY_ADDRESS_ON_LOOPBACK = "127.0.0.2"
+
+
 class RayCluster:
     """Connects to Ray for the length of a run.
 
@@ -55,7 +60,7 @@ class RayCluster:
             num_cpus=max(os.cpu_count() or 1, self._num_actors),
             include_dashboard=False,
             _temp_dir=self._temp_dir,
-            _node_ip_address=os.environ["MILES_HOST_IP"],
+            _node_ip_address=_RAY_ADDRESS_ON_LOOPBACK,
         )
 
     def disconnect(self) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import time
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     Process = subprocess.Popen[Any] | multiprocessing.Process
 
 _POLL_SECS = 0.05
+_UNASSIGNED_PORTS = range(20000, 32768)
 
 
 def is_port_available(port: int, host: str = "127.0.0.1") -> bool:
@@ -34,14 +36,14 @@ def is_port_available(port: int, host: str = "127.0.0.1") -> bool:
 def find_available_port(base_port: int = 0, host: str = "127.0.0.1") -> int:
     """A port that is free at this moment: any (`base_port` 0), or the first one from `base_port` on.
 
-    Somebody else may take it before you do; a server that can bind port 0 itself is safer. Raises RuntimeError where
-    none is left.
+    "Any" is a random one below the range that the system hands out to connections by itself, so that hardly anything
+    can take it between this look and its use. Raises RuntimeError where none is left.
     """
     if base_port == 0:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.bind((host, 0))
-            return int(sock.getsockname()[1])
+        for port in SystemRandom().sample(_UNASSIGNED_PORTS, k=1000):
+            if is_port_available(port, host):
+                return port
+        raise RuntimeError(f"no port of 1000 from {_UNASSIGNED_PORTS} is free on {host}")
     for port in range(base_port, 65536):
         if is_port_available(port, host):
             return port

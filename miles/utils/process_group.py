@@ -6,12 +6,13 @@ The trainer is rank 0 and hosts the store; engine ranks follow. The rendezvous i
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,8 +33,10 @@ def init_process_group(
     Raises `torch.distributed.DistError` subclasses (or RuntimeError) when the others do not join within `timeout_secs`.
     """
     timeout = timedelta(seconds=timeout_secs)
-    store, rank, world_size = next(iter(rendezvous(init_method, rank, world_size, timeout=timeout)))
-    store.set_timeout(timeout)
+    address = urlsplit(init_method)
+    if address.scheme != "tcp" or address.hostname is None or address.port is None:
+        raise ValueError(f"init_method must be tcp://host:port, got {init_method!r}")
+    store = connect_store(address.hostname, address.port, rank=rank, world_size=world_size, timeout=timeout)
     group, _ = c10d._new_process_group_helper(
         world_size,
         rank,
@@ -45,6 +48,27 @@ def init_process_group(
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+def connect_store(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store at which a group's members meet; rank 0 serves it, on `host` alone.
+
+    Left to itself torch's store would listen on every interface of the machine.
+    """
+    if rank != 0:
+        return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family)
+    # The store owns the descriptor from here on.
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def destroy_process_group(group: ProcessGroup) -> None:

@@ -9,11 +9,13 @@ costs at most a bounded share of the work.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 _MAX_PADDED_SHARE = 1.5
 """A group's padded size over its tokens; a group that would exceed it is split."""
@@ -106,6 +108,7 @@ class PackedAttention(torch.nn.Module):
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
         super().__init__()
         self._scale = config.softmax_scale
+        self._dropout = config.attention_dropout
 
     def forward(
         self,
@@ -137,6 +140,15 @@ class PackedAttention(torch.nn.Module):
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """All [B, heads, S, dim]."""
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self._scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        dropout = self._dropout if self.training else 0.0
+        # Ranks that share a layer must drop different entries: megatron-core keeps a generator for that.
+        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
+            return torch.nn.functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                dropout_p=dropout,
+                is_causal=True,
+                scale=self._scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )

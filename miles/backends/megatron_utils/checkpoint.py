@@ -94,8 +94,10 @@ def save(directory: str | Path, state: TrainingState, progress: Progress, *, hf:
 def load_newest(directory: str | Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress | None:
     """Load the newest readable checkpoint under `directory` into `state`; None where there is no checkpoint at all.
 
+    Where `directory` is a Hugging Face checkpoint instead, its weights are loaded, and None is returned as well.
+
     Raises:
-        ValueError: there are checkpoints, but none is readable; or `--load` names something else entirely.
+        ValueError: there are checkpoints, but none is readable.
     """
     root = Path(directory)
     refused = []
@@ -107,6 +109,12 @@ def load_newest(directory: str | Path, state: TrainingState, *, hf: HFModelConfi
         refused.append(f"{candidate.name}: {problem}")
     if refused:
         raise ValueError(f"--load {directory}: no checkpoint there is readable ({'; '.join(refused)})")
+    if (root / "config.json").is_file():
+        load_hf_weights(state.model, root, hf)
+        state.optimizer.reload_model_params()
+        logger.info("--load %s: starting from these weights", directory)
+    else:
+        logger.info("--load %s has no checkpoint: starting from %s", directory, args.hf_checkpoint)
     return None
 
 
@@ -181,6 +189,7 @@ def _write(
         "weight_version": progress.weight_version,
         "optimizer_steps": state.scheduler.num_steps,
         "optimizer_scalars": scalars,
+        "optimizer_group_steps": [_step_of(group) for group in state.optimizer.param_groups],
         "files": files,
     }
     (part / _STATE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -192,10 +201,13 @@ def _read(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Na
     state.optimizer.reload_model_params()
     if (checkpoint / _OPTIMIZER).is_file() and not getattr(args, "reset_optimizer_states", False):
         _load_optimizer(checkpoint, state, record["optimizer_scalars"], hf)
+        for group, step in zip(state.optimizer.param_groups, record["optimizer_group_steps"], strict=True):
+            if step is not None:
+                group["step"] = step
+        state.scheduler.num_steps = int(record["optimizer_steps"])
+        state.scheduler.step(0)
     else:
-        logger.warning("checkpoint %s: starting with fresh optimizer moments", checkpoint)
-    state.scheduler.num_steps = int(record["optimizer_steps"])
-    state.scheduler.step(0)
+        logger.warning("checkpoint %s: optimizer and schedule start anew", checkpoint)
     _restore_rng_state(load_file(checkpoint / _RNG))
     logger.info("resumed from %s", checkpoint)
     return Progress(rollout_id=int(record["rollout_id"]), weight_version=int(record["weight_version"]))
@@ -244,6 +256,11 @@ def _optimizer_tensors(state: TrainingState, hf: HFModelConfig) -> tuple[dict[st
             else:
                 scalars.setdefault(field, {})[name] = float(value)
     return tensors, scalars
+
+
+def _step_of(group: dict[str, Any]) -> int | None:
+    """The step that fused optimizers count per parameter group (PyTorch's count per parameter)."""
+    return int(group["step"]) if "step" in group else None
 
 
 @torch.no_grad()

@@ -332,10 +332,6 @@ def _validate_checkpoints(args: Namespace) -> None:
         require(
             path is None or not os.path.exists(path) or os.path.isdir(path), f"--{dest} {path!r} is not a directory"
         )
-    require(
-        args.save is None or importlib.util.find_spec("psutil") is not None,
-        "--save needs the package psutil (megatron-core's checkpoint writer uses it). Instead: pip install psutil",
-    )
 
 
 def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:

@@ -54,8 +54,9 @@ def publish(target: Path) -> Iterator[Path]:
 
     Everything is flushed to disk before the rename, so a crash leaves the old `target` or the new one.
     """
+    for abandoned in target.parent.glob(f".part-{target.name}-*"):  # by a run that was killed
+        shutil.rmtree(abandoned, ignore_errors=True)
     part = target.parent / f".part-{target.name}-{os.getpid()}"
-    shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         yield part

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from miles.utils.process_group import connect_store
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -58,7 +60,7 @@ def initialize_distributed(
     if not dist.is_initialized():
         dist.init_process_group(
             backend="nccl" if on_gpu else "gloo",
-            init_method=f"tcp://{master_addr}:{master_port}",
+            store=connect_store(master_addr, master_port, rank=rank, world_size=world_size, timeout=timeout),
             rank=rank,
             world_size=world_size,
             timeout=timeout,

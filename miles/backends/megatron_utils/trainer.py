@@ -74,19 +74,27 @@ class MegatronTrainer:
         parallel.initialize_distributed(
             args, self._layout, rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
         )
-        self._hooks.init(args)
         self.dp_rank = parallel.data_parallel_rank()
         self.dp_size = self._layout.data_size(world_size)
         self.is_weight_source = rank == 0
-        self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        model = build_model(self._hf, args, self._layout)
-        load_hf_weights(model, args.hf_checkpoint, self._hf)
-        self._model = wrap_data_parallel(model, args)
-        self._optimizer = build_optimizer(self._model, args)
-        self._scheduler = build_scheduler(self._optimizer, args)
-        self._reference = self._build_reference()
-        self._updater: WeightUpdater | None = None
         self.weight_version = 0
+        self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        self._updater: WeightUpdater | None = None
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self) -> None:
+        """Models, optimizer and schedule."""
+        self._hooks.init(self._args)
+        model = build_model(self._hf, self._args, self._layout)
+        load_hf_weights(model, self._args.hf_checkpoint, self._hf)
+        self._model = wrap_data_parallel(model, self._args)
+        self._optimizer = build_optimizer(self._model, self._args)
+        self._scheduler = build_scheduler(self._optimizer, self._args)
+        self._reference = self._build_reference()
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -101,7 +109,6 @@ class MegatronTrainer:
             return 0
         state = checkpoint.load_newest(directory, self._training_state(), hf=self._hf, args=self._args)
         if state is None:
-            logger.info("--load %s has no checkpoint: starting from %s", directory, self._args.hf_checkpoint)
             return 0
         self.weight_version = state.weight_version
         return state.rollout_id + 1
@@ -121,7 +128,8 @@ class MegatronTrainer:
             hf=self._hf,
             args=self._args,
         )
-        self._hooks.post_save(self._args, rollout_id, path)
+        if self.is_weight_source:
+            self._hooks.post_save(self._args, rollout_id, path)
         return path
 
     def export_hf(self, directory: str) -> None:
@@ -181,14 +189,16 @@ class MegatronTrainer:
 
     def _can_reuse_forward(self, num_steps: int) -> bool:
         """With one optimizer step, the weights before the step are those of its own forward pass: the pass that would
-        recompute the old log-probabilities is left out, and the numbers are the same."""
+        recompute the old log-probabilities is left out, and the numbers are the same (without dropout)."""
         return (
             num_steps == 1
             and self._loss_config.loss_type == "policy_loss"
             and not self._loss_config.use_rollout_logprobs
-            and not getattr(self._args, "kl_coef", 0.0)
+            and not getattr(self._args, "kl_coef", None)
             and not getattr(self._args, "use_opd", False)
             and not self._hooks.wants_log_prob_pass
+            and not getattr(self._args, "hidden_dropout", 0.0)
+            and not getattr(self._args, "attention_dropout", 0.0)
         )
 
     def _needs_own_log_probs(self) -> bool:
@@ -267,7 +277,7 @@ class MegatronTrainer:
 
     def _build_reference(self) -> torch.nn.Module | None:
         """The frozen model that KL terms compare with; None where no flag uses one."""
-        if not self._loss_config.use_kl_loss and not getattr(self._args, "kl_coef", 0.0):
+        if not (self._loss_config.use_kl_loss or getattr(self._args, "kl_coef", None)):
             return None
         source = checkpoint.hf_directory(getattr(self._args, "ref_load", None) or self._args.hf_checkpoint)
         if HFModelConfig.from_dir(source) != self._hf:

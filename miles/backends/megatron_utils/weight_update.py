@@ -41,6 +41,7 @@ from miles.backends.megatron_utils.engine_client import (
     spawn,
     tell_all,
 )
+from miles.utils.network import find_available_port
 from miles.utils.process_group import destroy_process_group, init_process_group
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class WeightUpdater:
         self._engines = [EngineClient(url.rstrip("/"), self._config.timeout_secs) for url in engine_urls]
         self._group_name = f"miles-weights-{os.getpid()}-{next(_group_numbers)}"
         address = _address_towards(engine_urls[0])
-        port = _free_port()
+        port = find_available_port()
         world_size = 1 + len(engine_urls) * self._config.ranks_per_engine
         joins = [
             spawn(engine.post, "/init_weights_update_group", self._join_payload(address, port, world_size, i))
@@ -342,9 +343,3 @@ def _address_towards(engine_url: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))
         return str(probe.getsockname()[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -104,6 +104,8 @@ def micro_batch_indices(
             f"--use-dynamic-batch-size: {count} micro-batches are needed, but this rank has only {n} samples in a "
             "step; use a larger --global-batch-size or --max-tokens-per-gpu"
         )
+    if count == 1:
+        return packed
     balanced = balanced_partition(total_lengths, count)
     if _fits(balanced, total_lengths, max_tokens):
         return balanced

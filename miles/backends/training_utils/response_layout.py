@@ -83,6 +83,9 @@ def _flatten(
         raise ValueError(f"{needed_by} needs {name!r}, which the batch does not have")
     if len(values) != len(lengths):
         raise ValueError(f"{name}: {len(values)} entries for {len(lengths)} samples")
+    tensors = all(type(value) is torch.Tensor and value.dim() == 1 for value in values)
+    if tensors and list(map(len, values)) == list(lengths):  # what the trainer passes
+        return torch.cat(list(values)).float() if values else torch.zeros(0)
     rows = []
     for value, length, label in zip(values, lengths, names, strict=True):
         if value is None:

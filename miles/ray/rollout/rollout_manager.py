@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from miles.ray.placement_group import Bundles
+    from miles.rollout.data_source import DataSource
     from miles.utils.timeline import Interval
     from miles.utils.types import Sample
 
@@ -100,11 +101,7 @@ class RolloutManager:
         args = self._args
         init_http_client(args)
         self._data_source = load_function(args.data_source_path)(args)
-        constructor_input = RolloutFnConstructorInput(args=args, data_source=self._data_source)
-        rollout_path, eval_path = resolve_rollout_function_paths(args)
-        # Two instances even where the paths are equal: nothing that eval does may touch the state of training.
-        self._rollout_fn = load_rollout_function(constructor_input, rollout_path)
-        self._eval_fn = load_rollout_function(constructor_input, eval_path)
+        self._rollout_fn, self._eval_fn = load_rollout_functions(args, self._data_source)
         self._log_rollout = load_function(args.custom_rollout_log_function_path)
         self._log_eval = load_function(args.custom_eval_rollout_log_function_path)
 
@@ -210,6 +207,16 @@ class RolloutManager:
     def _drain_generation_intervals(self) -> list[Interval]:
         busy = getattr(getattr(self._rollout_fn, "state", None), "busy", None)
         return busy.drain() if busy is not None else []
+
+
+def load_rollout_functions(args: Namespace, data_source: DataSource) -> tuple[Any, Any]:
+    """The functions for training and for evaluation.
+
+    Two instances even where their paths are equal: nothing that evaluation does may touch the state of training.
+    """
+    constructor_input = RolloutFnConstructorInput(args=args, data_source=data_source)
+    rollout_path, eval_path = resolve_rollout_function_paths(args)
+    return load_rollout_function(constructor_input, rollout_path), load_rollout_function(constructor_input, eval_path)
 
 
 def _example(samples: list[Sample]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from miles.backends.megatron_utils.cpu_shim import install_cpu_shim
+from miles.utils.network import find_available_port
 from tests.fast.backends.megatron_utils.tiny_models import CONFIGS, write_checkpoint
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return find_available_port()
 
 
 @contextmanager

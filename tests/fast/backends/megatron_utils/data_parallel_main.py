@@ -1,4 +1,4 @@
-"""One of two trainer ranks, started by test_data_parallel.py: `python -m ... RANK PORT CHECKPOINT OUT SAVE`."""
+"""One of two trainer ranks, started by test_data_parallel.py: `python -m ... RANK PORTS CHECKPOINT OUT SAVE`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def half(shard: dict[str, Any], rank: int) -> dict[str, Any]:
     return {key: value[rank::2] if isinstance(value, list) else value for key, value in shard.items()}
 
 
-def run(checkpoint: str, *, rank: int, world_size: int, port: int, save: str) -> dict[str, Any]:
+def run(checkpoint: str, *, rank: int, world_size: int, ports: list[int], save: str) -> dict[str, Any]:
     """Two rollouts with each set of flags; the numbers to compare."""
     results: dict[str, Any] = {}
     for i, (name, flags) in enumerate(FLAGS.items()):
         args = make_args(Path(checkpoint), lr=1e-3, adam_eps=1e-5, tis_clip_low=0.0, save=save, **flags)
-        trainer = MegatronTrainer(args, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port + i)
+        trainer = MegatronTrainer(args, rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=ports[i])
         metrics = []
         for step in range(2):
             shard = make_shard(seed=step)
@@ -42,6 +42,6 @@ def run(checkpoint: str, *, rank: int, world_size: int, port: int, save: str) ->
 
 
 if __name__ == "__main__":
-    rank, port, checkpoint, out, save = sys.argv[1:]
-    found = run(checkpoint, rank=int(rank), world_size=2, port=int(port), save=save)
+    rank, ports, checkpoint, out, save = sys.argv[1:]
+    found = run(checkpoint, rank=int(rank), world_size=2, ports=[int(port) for port in ports.split(",")], save=save)
     Path(out).write_text(json.dumps(found), encoding="utf-8")

@@ -39,8 +39,14 @@ def saved_run(checkpoint: Path, save: Path, trainer_of: TrainerOf, rollouts: int
 
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("qwen3-tied", {}), ("qwen2-untied", {}), ("qwen3-tied", {"optimizer": "sgd"}), ("qwen3-tied", {"bf16": True})],
-    ids=["tied", "untied", "sgd", "bf16"],
+    [
+        ("qwen3-tied", {}),
+        ("qwen2-untied", {}),
+        ("qwen3-tied", {"optimizer": "sgd"}),
+        ("qwen3-tied", {"bf16": True}),
+        ("qwen3-tied", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    ],
+    ids=["tied", "untied", "sgd", "bf16", "dropout"],
 )
 def test_resumed_run_equals_the_uninterrupted_one(
     name: str, overrides: dict[str, Any], checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
@@ -179,7 +185,19 @@ def test_a_checkpoint_without_optimizer_state_starts_with_fresh_moments(
     assert not (tmp_path / "iter_0000000" / "optimizer.safetensors").exists()
     trainer = trainer_of(make_args(checkpoints["qwen3-tied"], load=str(tmp_path), **SCHEDULE))
     assert trainer.load() == 1
-    assert not trainer._optimizer.optimizer.state
+    assert not trainer._optimizer.optimizer.state and trainer._scheduler.num_steps == 0
+
+
+def test_load_takes_a_hugging_face_checkpoint_too(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    from tests.fast.backends.megatron_utils.tiny_models import write_checkpoint
+
+    other = write_checkpoint(tmp_path / "other", "qwen3-tied", seed=5)
+    expected = {name: tensor.clone() for name, tensor in trainer_of(make_args(other)).hf_named_tensors()}
+    trainer = trainer_of(make_args(checkpoints["qwen3-tied"], load=str(other)))
+    assert trainer.load() == 0
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.hf_named_tensors())
 
 
 def test_a_checkpoint_serves_as_reference_model(
@@ -191,6 +209,3 @@ def test_a_checkpoint_serves_as_reference_model(
     assert trainer_of(args).train(0, make_shard(seed=0))["train/kl_loss"] > 0
     with pytest.raises(ValueError, match=r"no config\.json"):
         trainer_of(make_args(checkpoints["qwen3-tied"], use_kl_loss=True, ref_load=str(tmp_path / "nowhere")))
-    from miles.backends.megatron_utils.parallel import shutdown_distributed
-
-    shutdown_distributed()

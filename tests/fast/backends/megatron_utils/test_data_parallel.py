@@ -12,21 +12,21 @@ import pytest
 
 from miles.backends.megatron_utils.checkpoint import verify
 from tests.fast.backends.megatron_utils.conftest import free_port
-from tests.fast.backends.megatron_utils.data_parallel_main import run
+from tests.fast.backends.megatron_utils.data_parallel_main import FLAGS, run
 
 ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
 
 
 def test_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    port = free_port()
+    ports = ",".join(str(free_port()) for _ in FLAGS)
     module = "tests.fast.backends.megatron_utils.data_parallel_main"
     checkpoint = str(checkpoints["qwen3-tied"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", module]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(port), checkpoint, str(tmp_path / f"{rank}.json"), str(tmp_path / "save")],
+            [*command, str(rank), ports, checkpoint, str(tmp_path / f"{rank}.json"), str(tmp_path / "save")],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -42,7 +42,7 @@ def test_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> No
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
 
-    expected = run(checkpoint, rank=0, world_size=1, port=free_port(), save="")
+    expected = run(checkpoint, rank=0, world_size=1, ports=[free_port() for _ in FLAGS], save="")
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
         for name, want in expected.items():

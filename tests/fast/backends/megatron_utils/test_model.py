@@ -75,9 +75,6 @@ def test_a_checkpoint_that_disagrees_with_its_config_is_refused(
         (tmp_path / "bad" / "config.json").write_text(json.dumps(config), encoding="utf-8")
         with pytest.raises(ValueError, match=words):
             trainer_of(make_args(tmp_path / "bad"))
-        from miles.backends.megatron_utils.parallel import shutdown_distributed
-
-        shutdown_distributed()
 
 
 def test_sequences_of_similar_length_share_a_group() -> None:
@@ -103,7 +100,7 @@ def test_sequences_of_very_different_lengths_do_not_see_each_other() -> None:
     lengths = [3, 5000, 7, 4500, 1]
     total = sum(lengths)
     query, key, value = (torch.randn(total, heads, 4, requires_grad=True) for heads in (2, 1, 1))
-    attention = PackedAttention(SimpleNamespace(softmax_scale=None), 1, None, "self")
+    attention = PackedAttention(SimpleNamespace(softmax_scale=None, attention_dropout=0.0), 1, None, "self")
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     out = attention(query, key, value, packed_seq_params=packed_params(starts, lengths, with_layout=True))
     first = out[:3].sum()

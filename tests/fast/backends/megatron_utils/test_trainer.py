@@ -117,7 +117,9 @@ def test_reusing_the_forward_pass_changes_no_number(
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"use_rollout_logprobs": True}, {"kl_coef": 0.1}, {"loss_type": "sft_loss"}], ids=str
+    "overrides",
+    [{"use_rollout_logprobs": True}, {"kl_coef": 0.1}, {"loss_type": "sft_loss"}, {"attention_dropout": 0.1}],
+    ids=str,
 )
 def test_the_forward_pass_is_not_reused_where_the_numbers_would_differ(
     overrides: dict[str, Any], checkpoints: dict[str, Path], trainer_of: TrainerOf
@@ -241,8 +243,36 @@ def test_a_shard_that_does_not_fit_is_a_clear_error(
 def test_flags_that_cannot_work_are_refused_by_name(
     overrides: dict[str, Any], words: str, checkpoints: dict[str, Path], trainer_of: TrainerOf
 ) -> None:
-    from miles.backends.megatron_utils.parallel import shutdown_distributed
 
     with pytest.raises(ValueError, match=words):
         trainer_of(make_args(checkpoints["qwen3-tied"], **{"lr_decay_style": "linear", **overrides}))
-    shutdown_distributed()
+
+
+def test_hooks_are_called_with_their_documented_arguments(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    from tests.fast.backends.megatron_utils import recording_hooks
+
+    module = "tests.fast.backends.megatron_utils.recording_hooks."
+    args = make_args(
+        checkpoints["qwen3-tied"],
+        save=str(tmp_path),
+        global_batch_size=4,
+        custom_megatron_init_path=module + "init",
+        custom_megatron_before_log_prob_hook_path=module + "before_log_prob",
+        custom_megatron_before_train_step_hook_path=module + "before_train_step",
+        custom_megatron_post_save_hook_path=module + "post_save",
+    )
+    recording_hooks.calls.clear()
+    trainer = trainer_of(args)
+    trainer.train(7, make_shard(seed=0, global_batch_size=4))
+    path = trainer.save(7)
+    model, optimizer, scheduler = [trainer._model], trainer._optimizer, trainer._scheduler
+    assert recording_hooks.calls == [
+        ("init", (args,)),
+        ("before_log_prob", (args, model, "")),
+        ("before_train_step", (args, 7, 0, model, optimizer, scheduler)),
+        ("before_train_step", (args, 7, 1, model, optimizer, scheduler)),
+        ("post_save", (args, 7, path, path)),
+    ]
+    assert not trainer._can_reuse_forward(1), "the hook before the log-prob pass needs that pass"

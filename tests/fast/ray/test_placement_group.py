@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from miles.ray.placement_group import Bundles, create_placement
+
+
+def args(trainers: int = 2, engines: int = 3) -> Namespace:
+    return Namespace(
+        actor_num_nodes=1, actor_num_gpus_per_node=trainers, rollout_num_gpus=engines, rollout_num_gpus_per_engine=1
+    )
+
+
+class FakeGroup:
+    def __init__(self, fits: bool) -> None:
+        self._fits = fits
+
+    def wait(self, timeout_secs: float) -> bool:
+        return self._fits
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The resources of the cluster; a test changes them."""
+    resources: dict[str, float] = {"CPU": 8.0}
+    monkeypatch.setattr("miles.ray.placement_group.ray.cluster_resources", lambda: resources)
+    monkeypatch.setattr("miles.ray.placement_group.ray.available_resources", lambda: {"CPU": 0.0})
+    return resources
+
+
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+    """The bundles that were asked for."""
+    bundles: list[dict[str, float]] = []
+
+    def placement_group(wanted: list[dict[str, float]], strategy: str) -> FakeGroup:
+        bundles.extend(wanted)
+        return FakeGroup(fits=True)
+
+    monkeypatch.setattr("miles.ray.placement_group.placement_group", placement_group)
+    return bundles
+
+
+def test_a_cluster_without_gpus_gives_a_cpu_to_each_rank_and_engine_trainers_first(
+    cluster: dict[str, float], requested: list[dict[str, float]]
+) -> None:
+    placement = create_placement(args())
+    assert requested == [{"CPU": 1.0}] * 5
+    assert (placement.trainers.offset, placement.trainers.count) == (0, 2)
+    assert (placement.engines.offset, placement.engines.count) == (2, 3)
+
+
+def test_a_cluster_with_gpus_gives_one_to_each(cluster: dict[str, float], requested: list[dict[str, float]]) -> None:
+    cluster["GPU"] = 5
+    create_placement(args())
+    assert requested == [{"CPU": 1.0, "GPU": 1.0}] * 5
+
+
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        ({"CPU": 5}, "the run needs 6 CPUs .* the Ray cluster has 5"),
+        ({"CPU": 8, "GPU": 4}, "the run needs 5 GPUs .2 for training, 3 for rollout., the Ray cluster has 4"),
+    ],
+)
+def test_what_can_never_be_placed_is_an_error_at_once(
+    cluster: dict[str, float], requested: list[dict[str, float]], resources: dict[str, float], message: str
+) -> None:
+    cluster.update(resources)
+    with pytest.raises(ValueError, match=message):
+        create_placement(args())
+    assert requested == []
+
+
+def test_what_others_hold_is_an_error_after_a_while(cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles.ray.placement_group.placement_group", lambda *_, **__: FakeGroup(fits=False))
+    with pytest.raises(ValueError, match="no room in the Ray cluster"):
+        create_placement(args())
+
+
+def test_a_bundle_beyond_the_run_is_our_own_mistake() -> None:
+    with pytest.raises(IndexError):
+        Bundles(FakeGroup(True), 0, 1, 0).actor_options(1, gpu_share=0.5)  # type: ignore[arg-type]
