@@ -56,7 +56,7 @@ def group_oldest_weight_version(group: Sequence[object]) -> int | None:
 def samples_of(group: Sequence[Any]) -> Sequence[Sample]:
     """Every sample of the group in order, at any nesting: the group itself where it is flat."""
     for member in group:
-        if isinstance(member, _NESTED):
+        if member.__class__ is not Sample and isinstance(member, _NESTED):
             return list(_iter_samples(group))
     return group
 
@@ -66,30 +66,39 @@ def take_stock(key: GroupKey, group: Group) -> None:
 
     `size_bytes` is an estimate from lengths alone: token ids, log-probabilities, texts, arrays by their `nbytes`.
     """
-    tokens = size = unversioned = 0
+    tokens = all_tokens = characters = log_probs = arrays = unversioned = 0
     aborted = False
+    labels: list[str] | None = None
     versions: set[Any] = set()
     samples = samples_of(group)
     for sample in samples:
         if sample.status is _ABORTED:
             aborted = True
         tokens += sample.response_length
-        if sample.weight_versions:
-            versions.update(sample.weight_versions)
-        else:
-            unversioned += 1
-        size += _BYTES_PER_TOKEN * len(sample.tokens) + _BYTES_PER_CHARACTER * len(sample.response)
+        all_tokens += len(sample.tokens)
+        characters += len(sample.response)
         if sample.rollout_log_probs is not None:
-            size += _BYTES_PER_LOG_PROB * len(sample.rollout_log_probs)
+            log_probs += len(sample.rollout_log_probs)
         if sample.rollout_routed_experts is not None:
-            size += getattr(sample.rollout_routed_experts, "nbytes", 0)
+            arrays += getattr(sample.rollout_routed_experts, "nbytes", 0)
+        if sample.weight_versions != labels:  # siblings mostly have the same
+            labels = sample.weight_versions
+            versions.update(labels)
+        if not labels:
+            unversioned += 1
     key.group = group
     key.samples = len(samples)
     key.tokens = tokens
     key.aborted = aborted
     key.versions = tuple(versions)
     key.unversioned = unversioned
-    key.size_bytes = size + _BYTES_PER_SAMPLE * len(samples)
+    key.size_bytes = (
+        _BYTES_PER_TOKEN * all_tokens
+        + _BYTES_PER_LOG_PROB * log_probs
+        + _BYTES_PER_CHARACTER * characters
+        + _BYTES_PER_SAMPLE * len(samples)
+        + arrays
+    )
 
 
 def describe(prompt_group: PromptGroup) -> str:

@@ -40,6 +40,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles.rollout._fully_async_buffer import DataBuffer, DataBufferConstructorInput, DataBufferInput, DefaultDataBuffer
@@ -102,6 +103,7 @@ NO_PROGRESS_WARN_SECS = 30.0
 WEIGHT_VERSION_QUERY_TIMEOUT_SECS = 2.0
 CLOSE_GRACE_SECS = 5.0
 
+_group_oldest_weight_version = group_oldest_weight_version
 _SUBMISSIONS_A_TURN = 2  # thousands of submissions in a row must not stall the loop
 
 
@@ -132,10 +134,10 @@ class FullyAsyncRolloutFn(PausableSubmission):
             self._trainer.versions, limit=config.max_weight_staleness, strict=config.strict_weight_versions
         )
         self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
-        self._slots = SampleSlots(config.max_in_flight_samples, config.n_samples_per_prompt)
-        self._group_tasks = GroupTasks(on_end=self._leave)
-        self._worker: asyncio.Future[Any] | None = None
         self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
+        self._slots = SampleSlots(config.max_in_flight_samples, config.n_samples_per_prompt, self._wake.set)
+        self._group_tasks = GroupTasks(on_failure=self._leave)
+        self._worker: asyncio.Future[Any] | None = None
         self._putting = 0  # finished groups that wait for room in the store
         self._store: DataBuffer = self._build_store()
         self._returned: deque[DataBufferInput] = deque()  # comes before what is in the store
@@ -261,6 +263,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         if isinstance(self._store, DefaultDataBuffer):
             self._store.open()
         if self._worker is None:
+            self.ledger.clock = asyncio.get_running_loop().time
             self._worker = asyncio.create_task(self._run_worker(), name="fully-async-worker")
 
     async def _run_worker(self) -> NoReturn:
@@ -272,9 +275,9 @@ class FullyAsyncRolloutFn(PausableSubmission):
                 while submitted < _SUBMISSIONS_A_TURN and self._may_submit():
                     self._submit_one_group()
                     submitted += 1
-                if submitted:
+                if submitted == _SUBMISSIONS_A_TURN:
                     await asyncio.sleep(0)
-                else:
+                else:  # nothing more may be submitted now, and no await lies between that answer and the wait
                     self._wake.clear()
                     await self._wake.wait()
             raise tasks.failure
@@ -306,7 +309,9 @@ class FullyAsyncRolloutFn(PausableSubmission):
 
     async def _run_group(self, key: GroupKey) -> None:
         prompt_group = key.prompt_group
-        keywords = {"sample_done_callback": lambda: self._free_one(key)} if self.config.by_sample else {}
+        keywords: dict[str, Any] = {}
+        if self.config.by_sample:
+            keywords["sample_done_callback"] = partial(self._slots.free_one, key)
         # Generation gets a list of its own: the prompt group stays flat whatever a generate function does to the list.
         group: Any = await generate_and_rm_group(
             self.state, list(prompt_group), sampling_params=self.state.sampling_params, evaluation=False, **keywords
@@ -317,22 +322,22 @@ class FullyAsyncRolloutFn(PausableSubmission):
             return  # user code has outlived its cancellation, and nobody may be left to make room in the queue
         take_stock(key, group)
         self.ledger.finish(key)
-        self._putting += 1
-        try:
-            await self._store.put(DataBufferInput(prompt_group, group, key))
-        finally:
-            self._putting -= 1
+        item = DataBufferInput(prompt_group, group, key)
+        if not (isinstance(self._store, DefaultDataBuffer) and self._store.put_at_once(item)):
+            await self._put(item)
         if key.owner is Owner.IN_FLIGHT:  # else a custom store has refused it, or has handed it out already
             self.ledger.queue(key)
         self._leave(key)
 
-    def _free_one(self, key: GroupKey) -> None:
-        self._slots.free_one(key)
-        if self._slots.one_group_fits:
-            self._wake.set()
+    async def _put(self, item: DataBufferInput) -> None:
+        self._putting += 1
+        try:
+            await self._store.put(item)
+        finally:
+            self._putting -= 1
 
     def _leave(self, key: GroupKey) -> None:
-        """The group is no longer in generation, well or badly. Called when its work is done and when its task is."""
+        """The group is no longer in generation, well or badly."""
         self._slots.free_all(key)
         self._look_again()
 
@@ -372,7 +377,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         while True:
             while len(mine) < self.config.rollout_batch_size:
                 await asyncio.sleep(0)  # judging is synchronous: between two groups the others get their turn
-                item = await self._next_group(kept=len(mine))
+                item = self._ready_group() or await self._next_group(kept=len(mine))
                 if item is None:
                     break
                 key = item.entry
@@ -395,29 +400,29 @@ class FullyAsyncRolloutFn(PausableSubmission):
         if key.aborted:
             report.count_recycled(RecycleReason.ABORTED, self._refusals.unused(key, RecycleReason.ABORTED))
             return False
-        if not self._is_fresh(key, await self._current_version(), report):
+        current = self._trainer.version
+        if not self._trainer.version_known and self.config.max_weight_staleness is not None:
+            current = await self._weight_version.get(self.args)  # the engines', where the trainer has not told its own
+        if not self._is_fresh(key, current, report):
             return False
-        verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
-        if not verdict.keep:
-            report.drops.on_dynamic_filter_drop(verdict.reason)
-            self._refusals.filtered(key, verdict.reason)
-            return False
+        if self._dynamic_filter is not None:
+            verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
+            if not verdict.keep:
+                report.drops.on_dynamic_filter_drop(verdict.reason)
+                self._refusals.filtered(key, verdict.reason)
+                return False
         require_members(key.prompt_group, key.group, self.config.n_samples_per_prompt)
         return True
-
-    async def _current_version(self) -> VersionLabel | None:
-        """The trainer's own, where it is known. The engines are asked only where it is missing and a limit needs it."""
-        if self._trainer.version_known or self.config.max_weight_staleness is None:
-            return self._trainer.version
-        return await self._weight_version.get(self.args)
 
     def _is_fresh(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> bool:
         """Whether the group is within the limit; if not, it has been recycled or dropped. None is measured where
         neither a version nor a limit is known."""
         if current is None and self.config.max_weight_staleness is None:
             return True
-        assert key.group is not None
-        if self._gauge.is_fresh(key, group_oldest_weight_version(key.group), current, report):
+        if group_oldest_weight_version is not _group_oldest_weight_version:  # somebody has an idea of age of their own
+            oldest = group_oldest_weight_version(key.group or [])
+            key.versions, key.unversioned = (() if oldest is None else (oldest,)), 0
+        if self._gauge.is_fresh(key, current, report):
             return True
         report.count_recycled(RecycleReason.STALE, self._refusals.unused(key, RecycleReason.STALE))
         return False
@@ -461,16 +466,21 @@ class FullyAsyncRolloutFn(PausableSubmission):
 
     # ---- waiting for a finished group
 
+    def _ready_group(self) -> DataBufferInput | None:
+        """The oldest finished group, None where that cannot be told without waiting. Raises as `_next_group` does."""
+        self._raise_if_worker_ended()
+        if self._returned:
+            return self._returned.popleft()
+        store = self._store
+        return self._entered(store.get_nowait()) if isinstance(store, DefaultDataBuffer) and store.qsize() else None
+
     async def _next_group(self, kept: int = 0) -> DataBufferInput | None:
         """The oldest finished group; waits for one, and returns None where none will come because the data has ended.
         Raises as soon as the worker has ended, queued groups or not."""
-        self._raise_if_worker_ended()
-        store = self._store
-        if self._returned:
-            return self._returned.popleft()
-        if isinstance(store, DefaultDataBuffer) and store.qsize():
-            return self._entered(store.get_nowait())
-        getting = asyncio.ensure_future(store.get(current_version=self._trainer.version))
+        ready = self._ready_group()
+        if ready is not None:
+            return ready
+        getting = asyncio.ensure_future(self._store.get(current_version=self._trainer.version))
         there = False
         try:
             there = await self._wait_for(getting, kept)
