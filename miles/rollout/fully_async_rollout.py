@@ -104,7 +104,9 @@ WEIGHT_VERSION_QUERY_TIMEOUT_SECS = 2.0
 CLOSE_GRACE_SECS = 5.0
 
 _group_oldest_weight_version = group_oldest_weight_version
-_SUBMISSIONS_A_TURN = 2  # thousands of submissions in a row must not stall the loop
+# Between two turns of this many, the other tasks of the loop get theirs.
+_SUBMISSIONS_A_TURN = 8
+_GROUPS_A_TURN = 16
 
 
 class FullyAsyncRolloutFn(PausableSubmission):
@@ -374,9 +376,12 @@ class FullyAsyncRolloutFn(PausableSubmission):
 
     async def _collect(self, rollout_id: int, mine: list[GroupKey], report: DrainReport) -> list[list[Any]]:
         """Fill `mine` and return its batch. From the last look at the groups' age to the return there is no await."""
+        seen = 0
         while True:
             while len(mine) < self.config.rollout_batch_size:
-                await asyncio.sleep(0)  # judging is synchronous: between two groups the others get their turn
+                if seen % _GROUPS_A_TURN == 0:
+                    await asyncio.sleep(0)
+                seen += 1
                 item = self._ready_group() or await self._next_group(kept=len(mine))
                 if item is None:
                     break
