@@ -111,6 +111,7 @@ async def run_schedule(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> N
         max_weight_staleness=schedule.random.choice([None, 0, 1, 3]),
         async_max_concurrent_samples=schedule.random.choice([None, 2, 8, 32]),
         async_data_buffer_capacity_factor=schedule.random.choice([0.5, 1.0, 4.0]),
+        async_max_group_retries=1000,
     )
 
     class EngineVersion:
