@@ -456,3 +456,21 @@ async def test_an_engine_that_aborts_one_request_costs_one_sample():
     assert len(engine.requests) == 4
     assert all("rid" not in request for request in engine.requests)
     assert state.sample_retries == 1
+
+
+# Missing rewards
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+async def test_samples_without_a_reward_are_counted(group_rm):
+    def judge(args, samples):
+        return [None, 1.0, None] if isinstance(samples, list) else (1.0 if samples.index == 1 else None)
+
+    with function_registry.temporary("test:judge", judge):
+        state = state_with(Script({}), missing_reward="remove", group_rm=group_rm)
+        state.args.custom_rm_path = "test:judge"
+        group = await generate_and_rm_group(state, make_group(), PARAMS)
+        assert [(s.reward, s.remove_sample) for s in group] == [(0.0, True), (1.0, False), (0.0, True)]
+        assert state.missing_rewards == 2
+        if not group_rm:  # an evaluation says so, and does not take 0 for an answer
+            assert (await generate_and_rm(state, make_group()[0], PARAMS, evaluation=True)).reward is None
