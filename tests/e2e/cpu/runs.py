@@ -10,9 +10,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TIMEOUT_SECS = 150
@@ -29,11 +32,15 @@ class FinishedRun:
 
     def steps(self) -> list[dict[str, Any]]:
         """The metrics of each step, in order."""
-        records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        return [record for record in records if "perf/step_time" in record]
+        return read_steps(self.run_dir)
 
     def sum_of(self, metric: str) -> float:
         return sum(step[metric] for step in self.steps())
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "perf/step_time" in record]
 
 
 class RunningRun:
@@ -52,6 +59,10 @@ class RunningRun:
     def wait_for_steps(self, count: int) -> None:
         """Until `count` steps are logged."""
         self._wait_until(lambda: len((self.run_dir / "metrics.jsonl").read_text().splitlines()) >= count)
+
+    def wait_for_step_where(self, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Until a step is logged that fulfils the condition."""
+        self._wait_until(lambda: any(condition(step) for step in read_steps(self.run_dir)))
 
     def pids(self) -> dict[str, int]:
         """Process ids by name, once the run has told them."""
