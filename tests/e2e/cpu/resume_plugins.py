@@ -64,6 +64,7 @@ def record_forward_passes(
     """For `--custom-megatron-before-train-step-hook-path`."""
     recorder = getattr(model[0], "forward_recorder", None)
     if recorder is None:
-        recorder = model[0].forward_recorder = ForwardRecorder(args)
+        recorder = ForwardRecorder(args)
+        setattr(model[0], "forward_recorder", recorder)  # noqa: B010 - modules declare what may be assigned
         model[0].register_forward_pre_hook(recorder, with_kwargs=True)
     recorder.rollout_id = rollout_id
