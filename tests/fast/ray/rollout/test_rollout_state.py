@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from miles.ray.rollout.rollout_state import RolloutState, _write_json
+from miles.rollout.base_types import RolloutFnTrainInput
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
+from miles.rollout.inference_rollout.compatibility import call_rollout_function
 from miles.utils import checkpoint_set
-from miles.utils.async_utils import LOOP_THREAD_NAME, use_async_loop
+from miles.utils.async_utils import LOOP_THREAD_NAME, run, use_async_loop
+from tests.fast.fakes import group_indexes
+from tests.fast.rollout.fully_async_setup import build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,6 +138,37 @@ def test_snapshot_and_restore_carry_function_and_data_source(tmp_path: Path) -> 
     fn = AsyncFn(source)
     RolloutState(fn, source, saves=True).load(saved)
     assert fn.queued == [3, 4] and source.sample_group_index == 5
+
+
+def test_the_fully_async_rollout_goes_on_with_every_group_that_is_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> tuple[Any, RolloutState]:
+        source = RolloutDataSourceWithBuffer(make_args(tmp_path))
+        fn = build(monkeypatch, data_source=source)
+        return fn, RolloutState(fn, source, saves=True)
+
+    def drain(fn: Any, rollout_id: int) -> list[int]:
+        return group_indexes(call_rollout_function(fn, RolloutFnTrainInput(rollout_id)).samples)
+
+    fn, state = start()
+    state.on_weight_version(1)
+    trained = drain(fn, 0)
+    state.acknowledge(0)
+    drained = drain(fn, 1)
+    saved = publish(tmp_path, state, 0)
+    run(fn.close())
+
+    fn, state = start()
+    state.load(saved)
+    state.on_weight_version(2)
+    for rollout_id in range(1, 6):
+        trained += drain(fn, rollout_id)
+        state.acknowledge(rollout_id)
+    run(fn.close())
+    assert len(set(trained)) == len(trained) == 12
+    assert set(drained) <= set(trained[2:])
+    assert set(range(8)) <= set(trained), "groups are generated at once, so they come nearly in order"
 
 
 def test_a_batch_that_nobody_has_trained_on_is_generated_again(tmp_path: Path) -> None:
