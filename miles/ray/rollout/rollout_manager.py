@@ -24,6 +24,7 @@ from ray.exceptions import RayActorError
 from miles.ray.cluster import num_engines, num_trainers
 from miles.ray.rollout.engine_actor import EngineActor
 from miles.ray.rollout.metrics import eval_metrics, rollout_metrics
+from miles.ray.rollout.rollout_state import RolloutState
 from miles.ray.rollout.router import Router
 from miles.ray.rollout.train_data import convert_samples_to_train_data, flatten_and_trim, split_train_data_by_dp
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
@@ -103,6 +104,7 @@ class RolloutManager:
         get_async_loop().watch_lag(args.event_loop_lag_warn_secs)
         self._data_source = load_function(args.data_source_path)(args)
         self._rollout_fn, self._eval_fn = load_rollout_functions(args, self._data_source)
+        self._state = RolloutState(self._rollout_fn, self._data_source, saves=args.save is not None)
         self._log_rollout = load_function(args.custom_rollout_log_function_path)
         self._log_eval = load_function(args.custom_eval_rollout_log_function_path)
 
@@ -116,6 +118,15 @@ class RolloutManager:
     async def set_weight_version(self, version: int) -> None:
         """The trainer's own number for the weights that the engines have from now on."""
         self._weight_version = version
+        await asyncio.to_thread(self._state.on_weight_version, version)
+
+    async def acknowledge(self, rollout_id: int) -> None:
+        """The trainer has finished its step on this batch: its groups are trained."""
+        await asyncio.to_thread(self._state.acknowledge, rollout_id)
+
+    async def give_back(self, rollout_id: int) -> None:
+        """The trainer's step on this batch has failed: its groups are not trained."""
+        await asyncio.to_thread(self._state.give_back, rollout_id)
 
     async def generate(self, rollout_id: int) -> GeneratedBatch:
         """One training batch. Raises what the rollout function raised."""
@@ -123,6 +134,7 @@ class RolloutManager:
 
     def _generate(self, rollout_id: int) -> GeneratedBatch:
         start = time.monotonic()
+        self._state.before_generate(rollout_id)
         rollout_input = RolloutFnTrainInput(rollout_id, weight_version=self._weight_version)
         output = call_rollout_function(self._rollout_fn, rollout_input)
         rollout_time = time.monotonic() - start
@@ -157,11 +169,16 @@ class RolloutManager:
             return metrics
         return metrics | eval_metrics(self._args, output.data)
 
-    async def save(self, rollout_id: int) -> None:
-        await asyncio.to_thread(self._data_source.save, rollout_id)
+    async def save(self, rollout_id: int) -> str:
+        """Stage the rollout side's part of the set after `rollout_id` under `--save`; returns its path."""
+        return await asyncio.to_thread(self._state.save, self._args.save, rollout_id)
 
-    async def load(self, rollout_id: int | None = None) -> None:
-        await asyncio.to_thread(self._data_source.load, rollout_id)
+    async def load(self, rollout_id: int, checkpoint: str | None) -> None:
+        """Go on after `rollout_id`, from this set; None: from what the data source itself has kept."""
+        if checkpoint is not None:
+            await asyncio.to_thread(self._state.load, Path(checkpoint))
+        else:
+            await asyncio.to_thread(self._state.load_data_source, rollout_id)
 
     async def pids(self) -> dict[str, int]:
         """Process ids of the manager, the router, and each engine's actor and server."""

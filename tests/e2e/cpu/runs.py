@@ -83,6 +83,19 @@ class RunningRun:
     def send(self, signum: int) -> None:
         self._process.send_signal(signum)
 
+    def is_alive(self) -> bool:
+        """Whether the driver runs."""
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Kill what is left of the run, after a failed test."""
+        if self.is_alive():
+            self.remember_processes()
+            for process in self._seen:
+                if process.is_running():
+                    process.send_signal(signal.SIGKILL)
+            self.reap()
+
     def reap(self) -> None:
         """Collect the driver after it was killed, without reading what it printed."""
         self._process.wait(timeout=10)
