@@ -53,6 +53,7 @@ from miles.rollout._fully_async_groups import (
 )
 from miles.rollout._fully_async_metrics import DrainReport, RecycleReason
 from miles.rollout._fully_async_tasks import GroupTasks
+from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import call_dynamic_filter
@@ -85,7 +86,7 @@ WEIGHT_VERSION_QUERY_TIMEOUT_SECS = 2.0
 CLOSE_GRACE_SECS = 5.0
 
 
-class FullyAsyncRolloutFn:
+class FullyAsyncRolloutFn(PausableSubmission):
     """The rollout function of `train_async.py --fully-async`: one training batch per call.
 
     The first call starts the worker, a task of the event loop that the call runs on; it lives until `close()`. Every
@@ -105,6 +106,7 @@ class FullyAsyncRolloutFn:
         self._output: asyncio.Queue[FinishedGroup] | None = None
         self._returned: deque[FinishedGroup] = deque()
         self._group_tasks = GroupTasks()
+        self.submission_gate = SubmissionGate()
         self._closed = False
         self._unreported = DrainReport()
 
@@ -164,7 +166,9 @@ class FullyAsyncRolloutFn:
         tasks = self._group_tasks
         try:
             while tasks.failure is None:
-                if len(tasks) < self.max_in_flight_groups:
+                if not self.submission_gate.is_open:
+                    await self.submission_gate.wait_open()
+                elif len(tasks) < self.max_in_flight_groups:
                     self._submit_one_group()
                     await asyncio.sleep(0)  # thousands of submissions in a row must not stall the loop
                 else:
