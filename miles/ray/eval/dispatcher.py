@@ -54,7 +54,7 @@ class _Begun:
     rollout_id: int
     weights: Weights
     hf_dir: str
-    steps_trained: int  # by the trainer, when it was begun
+    steps_trained: int  # by the trainer in this run, when it was begun
     snapshot: Path | None = None
     export_seconds: float = 0.0
 
@@ -82,6 +82,14 @@ class EvalDispatcher:
         self._steps_trained = 0
         self._in_flight: dict[asyncio.Task[EvalOutcome], _Begun] = {}
         self._own_failure: Exception | None = None
+
+    async def start(self) -> dict[str, int]:
+        """Bring up what evaluation needs; process ids by name."""
+        return await self._backend.start()
+
+    async def close(self) -> None:
+        """End every process of evaluation, at once."""
+        await self._backend.close()
 
     @property
     def in_flight(self) -> list[int]:
@@ -178,21 +186,28 @@ class EvalDispatcher:
             "eval/export_time_seconds": begun.export_seconds,
         }
         try:
-            self._publish(begun.rollout_id, begun.weights, outcome, timing)
+            self._publish(begun, outcome, timing)
         except Exception as error:  # nobody waits for a callback: the next call of ours raises it
             self._own_failure = error
 
     def _skip(self, rollout_id: int, reason: str, message: str) -> None:
-        self._publish(rollout_id, self._weights, EvalOutcome(skipped=reason, message=message), {})
+        never_begun = _Begun(rollout_id, self._weights, "", self._steps_trained)
+        self._publish(never_begun, EvalOutcome(skipped=reason, message=message), {})
 
-    def _publish(self, rollout_id: int, weights: Weights, outcome: EvalOutcome, timing: dict[str, float]) -> None:
-        labels = {"eval/weight_version": weights.version, "eval/steps_after_version": weights.steps_after}
+    def _publish(self, begun: _Begun, outcome: EvalOutcome, timing: dict[str, float]) -> None:
+        rollout_id, weights = begun.rollout_id, begun.weights
+        steps_trained = rollout_id + 1 if begun.steps_trained else 0
+        labels = {
+            "eval/weight_version": weights.version,
+            "eval/steps_after_version": weights.steps_after,
+            "eval/steps_trained": steps_trained,
+        }
         if outcome.skipped is not None:
             logger.warning("no evaluation of step %d: %s: %s", rollout_id, outcome.skipped, outcome.message)
             metrics: dict[str, float] = {f"eval/skipped_{outcome.skipped}": 1, **labels}
         else:
             metrics = {**outcome.metrics, **labels, **timing}
-        self._publish_point(EvalPoint(rollout_id, weights, metrics, outcome))
+        self._publish_point(EvalPoint(rollout_id, weights, metrics, outcome, steps_trained))
 
     def _raise_own_failure(self) -> None:
         error, self._own_failure = self._own_failure, None

@@ -40,3 +40,4 @@ class EvalPoint:
     weights: Weights
     metrics: dict[str, float]
     outcome: EvalOutcome
+    steps_trained: int  # that the weights have had: rollout_id + 1, or 0 before the first one
