@@ -27,7 +27,7 @@ async def reward_that_raises(args: Any, sample: Any, **kwargs: Any) -> float:
 async def generate_when_released(input: GenerateFnInput) -> GenerateFnOutput:
     """Evaluation answers that wait until the file in metadata["release"] exists."""
     release = Path(input.sample.metadata["release"])
-    while not release.exists():  # noqa: ASYNC110 - another process makes it
+    while not release.exists():  # noqa: ASYNC110, ASYNC240 - another process makes it
         await asyncio.sleep(0.05)
     return await single_turn.generate(input)
 
