@@ -56,8 +56,9 @@ class EvalClient:
         except RayActorError as error:
             if self._actor is actor:  # else somebody else has replaced it already
                 self._actor = None
+            logger.info("the evaluation actor died: %s", error)
             log = Path(self._args.run_dir) / "logs" / "eval_manager.log"
-            return EvalOutcome(skipped="crashed", message=f"the evaluation actor died; see {log} ({error})")
+            return EvalOutcome(skipped="crashed", message=f"the evaluation actor died; see {log}")
         return outcome
 
     async def close(self) -> None:

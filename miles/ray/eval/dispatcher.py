@@ -203,7 +203,7 @@ class EvalDispatcher:
             "eval/steps_trained": steps_trained,
         }
         if outcome.skipped is not None:
-            logger.warning("no evaluation of step %d: %s: %s", rollout_id, outcome.skipped, outcome.message)
+            logger.info("no evaluation of step %d: %s: %s", rollout_id, outcome.skipped, outcome.message)
             metrics: dict[str, float] = {f"eval/skipped_{outcome.skipped}": 1, **labels}
         else:
             metrics = {**outcome.metrics, **labels, **timing}
