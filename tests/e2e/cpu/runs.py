@@ -34,6 +34,11 @@ class FinishedRun:
         """The metrics of each step, in order."""
         return read_steps(self.run_dir)
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records that hold an evaluation or say why there is none, in the order in which they were logged."""
+        records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [record for record in records if "eval/weight_version" in record]
+
     def sum_of(self, metric: str) -> float:
         return sum(step[metric] for step in self.steps())
 
