@@ -138,7 +138,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
             self._trainer.versions, limit=config.max_weight_staleness, strict=config.strict_weight_versions
         )
         if hasattr(self.state, "still_usable"):  # whether a group's finished samples may wait for one that is retried
-            self.state.still_usable = self._still_usable
+            self.state.still_usable = self._still_usable  # type: ignore[method-assign]
         self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
         self._most_groups = config.most_groups_in_flight
         self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
