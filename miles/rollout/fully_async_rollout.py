@@ -58,21 +58,23 @@ from miles.rollout._fully_async_groups import (
     take_stock,
 )
 from miles.rollout._fully_async_ledger import GroupKey, GroupLedger, GroupObserver, Owner, RecycleReason
-from miles.rollout._fully_async_metrics import DrainReport, LedgerWindow
+from miles.rollout._fully_async_metrics import DrainReport
 from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
 from miles.rollout._fully_async_slots import SampleSlots
 from miles.rollout._fully_async_snapshot import restore_state, take_snapshot
-from miles.rollout._fully_async_staleness import StalenessGauge
+from miles.rollout._fully_async_staleness import StalenessGauge, VersionSplit
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
+from miles.rollout._fully_async_window import Activity, LedgerWindow, loop_lag_metrics
 from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import acall_dynamic_filter
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
+from miles.utils.loop_lag import drain_loop_lag
 from miles.utils.misc import load_function
 from miles.utils.user_calls import UserCode, call_user
 
@@ -135,7 +137,14 @@ class FullyAsyncRolloutFn(PausableSubmission):
         )
         self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
         self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
-        self._slots = SampleSlots(config.max_in_flight_samples, config.n_samples_per_prompt, self._wake.set)
+        self._activity = Activity()
+        self._slots = SampleSlots(
+            config.max_in_flight_samples,
+            config.n_samples_per_prompt,
+            self._wake.set,
+            self._activity.generation,
+            clock=self._now,
+        )
         self._group_tasks = GroupTasks(on_failure=self._leave)
         self._worker: asyncio.Future[Any] | None = None
         self._putting = 0  # finished groups that wait for room in the store
@@ -177,6 +186,9 @@ class FullyAsyncRolloutFn(PausableSubmission):
         """Versions that a group may lag behind when it is trained, if none overtakes it: `ceil((F + Q) / (B * k))`, and
         at most `--max-weight-staleness`; derived in docs/user-guide/fully-async.md."""
         return self.config.staleness_bound(self.queue_capacity)
+
+    def _now(self) -> float:
+        return self.ledger.clock()
 
     @property
     def queue_size(self) -> int:
@@ -264,6 +276,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
             self._store.open()
         if self._worker is None:
             self.ledger.clock = asyncio.get_running_loop().time
+            self._activity.start(self._now())
             self._worker = asyncio.create_task(self._run_worker(), name="fully-async-worker")
 
     async def _run_worker(self) -> NoReturn:
@@ -321,7 +334,8 @@ class FullyAsyncRolloutFn(PausableSubmission):
         if self._group_tasks.stopping:
             return  # user code has outlived its cancellation, and nobody may be left to make room in the queue
         take_stock(key, group)
-        self.ledger.finish(key)
+        key.finished_version = self._trainer.versions.current
+        self._slots.finish(key, self.ledger.finish(key))
         item = DataBufferInput(prompt_group, group, key)
         if not (isinstance(self._store, DefaultDataBuffer) and self._store.put_at_once(item)):
             await self._put(item)
@@ -331,10 +345,12 @@ class FullyAsyncRolloutFn(PausableSubmission):
 
     async def _put(self, item: DataBufferInput) -> None:
         self._putting += 1
+        self._activity.blocked.begin(self._now())
         try:
             await self._store.put(item)
         finally:
             self._putting -= 1
+            self._activity.blocked.end(self._now())
 
     def _leave(self, key: GroupKey) -> None:
         """The group is no longer in generation, well or badly."""
@@ -368,7 +384,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
             self._unreported = report
             raise
         self._trainer.hand_over(rollout_id, mine)
-        report.add_trained(mine)
+        report.add_trained(mine, VersionSplit(self._trainer.versions, self._trainer.version), self._now())
         report.warn_about_unknown_versions(self.config.max_weight_staleness)
         return RolloutFnTrainOutput(samples=batch, metrics=self._metrics(report))
 
@@ -454,15 +470,26 @@ class FullyAsyncRolloutFn(PausableSubmission):
         self._returned.extendleft(DataBufferInput(key.prompt_group, key.group or [], key) for key in reversed(keys))
 
     def _metrics(self, report: DrainReport) -> dict[str, Any]:
+        queue_size = self.queue_size
         return {
             **self._store.get_metrics(),
             **self._window.metrics(
                 in_flight_samples=self._slots.used,
                 in_flight_bound=self.max_in_flight_samples,
-                queue_bytes=getattr(self._store, "size_bytes", 0),
+                queue_size=queue_size,
+                queue_bytes=self._queue_bytes(),
+                sample_retries=getattr(self.state, "sample_retries", 0),
             ),
-            **report.metrics(queue_size=self.queue_size),
+            **self._activity.metrics(self._now()),
+            **loop_lag_metrics(drain_loop_lag()),
+            **report.metrics(queue_size=queue_size),
         }
+
+    def _queue_bytes(self) -> int:
+        store = self._store
+        if not isinstance(store, DefaultDataBuffer):
+            return sum(key.size_bytes for key in self.ledger.held_by(Owner.QUEUED))
+        return store.size_bytes + sum(item.entry.size_bytes for item in self._returned)
 
     # ---- waiting for a finished group
 
@@ -482,9 +509,11 @@ class FullyAsyncRolloutFn(PausableSubmission):
             return ready
         getting = asyncio.ensure_future(self._store.get(current_version=self._trainer.version))
         there = False
+        self._activity.waiting.begin(self._now())
         try:
             there = await self._wait_for(getting, kept)
         finally:
+            self._activity.waiting.end(self._now())
             if not there:
                 await self._abandon(getting)
         return self._entered(getting.result()) if there else None
