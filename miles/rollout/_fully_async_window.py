@@ -65,15 +65,17 @@ class Activity:
         self.waiting = ActiveTime()
         """Held by a call that waits for a finished group."""
 
-        self._began = 0.0
+        self._began: float | None = None
 
     def start(self, now: float) -> None:
-        """The first window begins."""
-        self._began = now
+        """The first window begins, unless it has."""
+        if self._began is None:
+            self._began = now
 
     def metrics(self, now: float) -> dict[str, float]:
         """Of the window that ends now."""
-        window, self._began = now - self._began, now
+        window = 0.0 if self._began is None else now - self._began
+        self._began = now
         idle = window - self.generation.take(now)
         return {
             f"{_PREFIX}/generation_idle_fraction": max(0.0, idle / window) if window > 0 else 0.0,

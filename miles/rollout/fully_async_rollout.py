@@ -274,9 +274,9 @@ class FullyAsyncRolloutFn(PausableSubmission):
             raise RuntimeError("this FullyAsyncRolloutFn is closed")
         if isinstance(self._store, DefaultDataBuffer):
             self._store.open()
+        self._activity.start(self._now())
         if self._worker is None:
             self.ledger.clock = asyncio.get_running_loop().time
-            self._activity.start(self._now())
             self._worker = asyncio.create_task(self._run_worker(), name="fully-async-worker")
 
     async def _run_worker(self) -> NoReturn:
