@@ -41,7 +41,11 @@ def run_driver(train: Callable[[Namespace], Awaitable[None]], args: Namespace) -
         print_error(f"{type(cause).__name__}: {cause}\n    the traceback is in {log}{_how_to_resume(args)}")
         logger.info("the run failed", exc_info=error)
         return EXIT_FAILED
-    print_summary(format_summary(write_report(args.run_dir)))
+    try:
+        print_summary(format_summary(write_report(args.run_dir)))
+    except ValueError as error:  # no step was logged
+        logger.info("no report: %s", error)
+        print_summary("there was no rollout left to train on (--num-rollout, and what --load has already done)")
     return 0
 
 

@@ -49,6 +49,7 @@ _SECRET = re.compile("wandb_key|api_key|password")
 FLAG_MODULES = (
     "miles.rollout.flags",
     "miles.rollout.data_flags",
+    "miles.rollout.eval_flags",
     "miles.rollout.reward_flags",
     "miles.rollout.inference_rollout.flags",
     "miles.backends.training_utils.flags",
