@@ -9,11 +9,14 @@ Pure: the same metrics give the same sentence. A share counts from `NOTICEABLE` 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "rollout/fully_async/"
 NOTICEABLE = 0.10
@@ -64,7 +67,7 @@ class Shares:
         self.aborted = of_groups("groups_recycled_aborted", "groups_dropped_aborted")
         self.filtered = of_groups("groups_dropped_filtered")
         self.standstill = of("event_loop_lag_max_seconds")
-        self.full = not of("in_flight_bound") or of("in_flight_samples") >= (1 - NOTICEABLE) * of("in_flight_bound")
+        self.full = not of("in_flight_bound") or of("in_flight_samples") >= 0.5 * of("in_flight_bound")
         self.older_in_queue = of("trained_staleness_in_queue_mean") > of("trained_staleness_in_flight_mean")
 
     @property
@@ -129,7 +132,7 @@ def _why_generation_is_slow(s: Shares) -> tuple[str, str]:
         return "pause", f"the engines were paused for {s.pause:.0%} of the time; {_FEWER_UPDATES}"
     if not s.full:
         return "not full", (
-            "fewer samples than allowed were in flight; look for a submission that is held back by "
+            "less than half of the samples that may be in flight were; look for a submission that is held back by "
             "--max-weight-staleness or by an evaluation, or for the end of the data"
         )
     return "engines", (
@@ -208,7 +211,8 @@ def _fresher(s: Shares) -> str:
 
 
 class BottleneckWatch:
-    """Decides which steps' sentences are shown: the first, every `SHOW_EVERY`th, and a change that lasts."""
+    """Logs every step's sentence, and decides which are shown: the first, then one after `SHOW_EVERY` steps, or earlier
+    where a change has lasted."""
 
     def __init__(self) -> None:
         self._shown: Diagnosis | None = None
@@ -216,11 +220,12 @@ class BottleneckWatch:
         self._other: tuple[str, str] | None = None
         self._other_for = 0
 
-    def step(self, metrics: Mapping[str, float]) -> str | None:
+    def step(self, rollout_id: int, metrics: Mapping[str, float]) -> str | None:
         """The sentence, where it is to be shown now."""
         diagnosis = diagnose(metrics)
         if diagnosis is None:
             return None
+        logger.info("step %d: %s", rollout_id + 1, diagnosis.sentence)
         self._steps_since += 1
         now = (diagnosis.side, diagnosis.cause)
         self._other_for = self._other_for + 1 if now == self._other else 1
