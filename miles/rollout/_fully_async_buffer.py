@@ -130,11 +130,9 @@ class DefaultDataBuffer:
 
     def get_at_once(self) -> Any:
         """The oldest group, None where there is none."""
-        try:
-            item = self.open().get_nowait()
-        except asyncio.QueueEmpty:
+        if self.queue is None or self.queue.empty():
             return None
-        return self._taken(item)
+        return self._taken(self.queue.get_nowait())
 
     def get_metrics(self) -> dict[str, Any]:
         return {}

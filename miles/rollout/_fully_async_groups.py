@@ -75,8 +75,9 @@ def take_stock(key: GroupKey, group: Group) -> None:
         tokens += sample.response_length
         if sample.status is _ABORTED:
             aborted = True
-        if sample.weight_versions != labels:  # siblings mostly have the same
-            labels = sample.weight_versions
+        its_labels = sample.weight_versions
+        if its_labels != labels:  # siblings mostly have the same
+            labels = its_labels
             versions.update(labels)
         if not labels:
             unversioned += 1
@@ -127,5 +128,6 @@ def sorted_batch(groups: Iterable[Group]) -> list[list[Any]]:
 
 
 def _sort_key(group: Group) -> tuple[bool, int]:
-    index = _first_sample(group).index
+    first = group[0] if group else None
+    index = first.index if isinstance(first, Sample) else _first_sample(group).index
     return (index is None, index or 0)

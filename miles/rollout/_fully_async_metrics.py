@@ -60,7 +60,8 @@ class Journey:
         """From the end of generation to the trainer."""
         self.timed += 1
         self.seconds += seconds
-        self.longest = max(self.longest, seconds)
+        if seconds > self.longest:
+            self.longest = seconds
 
     def add_versions(self, in_flight: int, in_queue: int) -> None:
         self.measured += 1
@@ -111,12 +112,13 @@ class DrainReport:
 
     def add_trained(self, keys: Iterable[GroupKey], split: VersionSplit, now: float) -> None:
         """These are handed to the trainer now."""
+        trained, journey = self.trained, self.journey
         for key in keys:
             if key.staleness is not None:
-                self.trained.add(key.staleness)
-                self.journey.add_versions(*split.of(key))
+                trained.add(key.staleness)
+                journey.add_versions(*split.of(key))
             if key.finished_at is not None:  # else somebody else has generated it, or the run before this one
-                self.journey.add_time(now - key.finished_at)
+                journey.add_time(now - key.finished_at)
 
     def forget_ages(self) -> None:
         """The drain failed and its groups will be measured again; what it recycled and dropped stays counted."""

@@ -68,7 +68,8 @@ class Refusals:
             self.filtered(key, None)
 
     def one_was_kept(self) -> None:
-        self._in_a_row.clear()
+        if self._in_a_row:
+            self._in_a_row.clear()
 
     def require_budget(self) -> None:
         """Raise NothingGetsThrough where `--max-empty-batches` is used up."""

@@ -34,7 +34,8 @@ class StalenessGauge:
         self._limit = limit
         self._strict = strict
         self._ages: dict[tuple[int | str, ...], _Age] = {}
-        self._ages_against: tuple[VersionLabel, int] | None = None
+        self._against: VersionLabel | None = None
+        self._serial = -1
 
     def is_fresh(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> bool:
         """Measure the group; whether it is within the limit. Where its age cannot be told it is, and is counted.
@@ -62,11 +63,13 @@ class StalenessGauge:
     def _age(self, labels: tuple[int | str, ...], current: VersionLabel | None) -> _Age:
         if current is None:
             return _Age(None, all_known=False)
-        against = (current, self._versions.serial)
-        if against != self._ages_against or len(self._ages) > _MOST_CACHED:
-            self._ages, self._ages_against = {}, against
+        if current != self._against or self._versions.serial != self._serial:
+            self._ages.clear()
+            self._against, self._serial = current, self._versions.serial
         age = self._ages.get(labels)
         if age is None:
+            if len(self._ages) > _MOST_CACHED:
+                self._ages.clear()
             ages = [self._versions.age(label, current) for label in labels]
             known = [a for a in ages if a is not None]
             age = self._ages[labels] = _Age(max(known, default=None), all_known=len(known) == len(ages))

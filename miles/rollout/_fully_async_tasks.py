@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from miles.rollout._fully_async_ledger import GroupKey
 
+    Work = Callable[[GroupKey], Coroutine[Any, Any, None]]
+
 logger = logging.getLogger(__name__)
 
 
@@ -23,17 +25,17 @@ class GroupTasks:
     cancelled although nobody stopped the tasks is a failure, too. `on_failure` is called after that was noted.
     """
 
-    def __init__(self, on_failure: Callable[[GroupKey], None]) -> None:
+    def __init__(self, work: Work, on_failure: Callable[[GroupKey], None]) -> None:
         self.failure: BaseException | None = None
         self.stopping = False  # from now on the tasks are being cancelled: how they end is no failure
+        self._work = work
         self._on_failure = on_failure
-        self._keys: dict[asyncio.Task[None], GroupKey] = {}
+        self._keys: dict[asyncio.Future[Any], GroupKey] = {}  # a task leaves in its last step
 
-    def start(self, key: GroupKey, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task that generates the group."""
-        task = asyncio.get_running_loop().create_task(work, name="fully-async group")
+    def start(self, key: GroupKey) -> None:
+        """Start a task that awaits `work(key)`."""
+        task = asyncio.get_running_loop().create_task(self._run(key), name="fully-async group")
         self._keys[task] = key
-        task.add_done_callback(self._on_done)
 
     async def stop(self, grace_secs: float, *others: asyncio.Future[Any]) -> None:
         """Cancel every task, and `others` with them, and wait until they have ended, for at most `grace_secs`.
@@ -46,18 +48,30 @@ class GroupTasks:
             names = ", ".join(sorted(self._name(task) for task in left))
             logger.error("%d task(s) still run %g s after they were cancelled: %s", len(left), grace_secs, names)
 
-    def _name(self, task: asyncio.Future[Any]) -> str:
-        key = self._keys.get(task)  # type: ignore[call-overload]
-        if key is not None:
-            return f"fully-async {describe(key.prompt_group)}"
-        return task.get_name() if isinstance(task, asyncio.Task) else repr(task)
+    def notice_lost(self) -> None:
+        """Make a failure of each task that has ended without a step of its own: cancelled before its first one. Looks
+        at every task."""
+        for task, key in list(self._keys.items()):
+            if task.done():
+                del self._keys[task]
+                self._keep(_leak(key), key)
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        key = self._keys.pop(task)
-        error = self._cancelled(task, key) if task.cancelled() else task.exception()
-        if error is not None:
+    async def _run(self, key: GroupKey) -> None:
+        """The one place where what a task raises becomes data: the worker raises it."""
+        try:
+            await self._work(key)
+        except asyncio.CancelledError as cancellation:
+            if self.stopping:
+                raise
+            leak = _leak(key)
+            leak.__cause__ = cancellation
+            self._keep(leak, key)
+        except BaseException as error:
             self._keep(error, key)
-            self._on_failure(key)
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+        finally:
+            self._keys.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
 
     def _keep(self, error: BaseException, key: GroupKey) -> None:
         if self.failure is None and not self.stopping:
@@ -65,19 +79,20 @@ class GroupTasks:
             logger.error("generating %s failed, which ends the rollout: %r", describe(key.prompt_group), error)
         else:  # one error can be raised; the others are not swallowed either
             logger.error("generating %s failed, too", describe(key.prompt_group), exc_info=error)
+        self._on_failure(key)
 
-    def _cancelled(self, task: asyncio.Task[None], key: GroupKey) -> BaseException | None:
-        if self.stopping:
-            return None
-        leak = RuntimeError(
-            f"generating {describe(key.prompt_group)} ended cancelled, though the rollout did not cancel it: a "
-            "generate or reward function let the cancellation of something else escape"
-        )
-        try:
-            task.exception()
-        except asyncio.CancelledError as cancellation:
-            leak.__cause__ = cancellation
-        return leak
+    def _name(self, task: asyncio.Future[Any]) -> str:
+        key = self._keys.get(task)
+        if key is not None:
+            return f"fully-async {describe(key.prompt_group)}"
+        return task.get_name() if isinstance(task, asyncio.Task) else repr(task)
+
+
+def _leak(key: GroupKey) -> RuntimeError:
+    return RuntimeError(
+        f"generating {describe(key.prompt_group)} ended cancelled, though the rollout did not cancel it: a generate or "
+        "reward function let the cancellation of something else escape"
+    )
 
 
 async def _cancel_and_wait(tasks: Iterable[asyncio.Future[Any]], grace_secs: float) -> set[asyncio.Future[Any]]:

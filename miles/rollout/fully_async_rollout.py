@@ -109,7 +109,7 @@ CLOSE_GRACE_SECS = 5.0
 
 _group_oldest_weight_version = group_oldest_weight_version
 # Between two turns of this many, the other tasks of the loop get theirs.
-_SUBMISSIONS_A_TURN = 8
+_SUBMISSIONS_A_TURN = 16
 _GROUPS_A_TURN = 16
 
 
@@ -142,7 +142,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         if hasattr(self.state, "still_usable"):  # whether a group's finished samples may wait for one that is retried
             self.state.still_usable = self._still_usable  # type: ignore[method-assign]
         self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
-        self._most_groups = config.most_groups_in_flight
+        self._most_groups, self._by_sample = config.most_groups_in_flight, config.by_sample
         self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
         self._activity = Activity()
         self._slots = SampleSlots(
@@ -152,7 +152,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
             self._activity.generation,
             clock=self._now,
         )
-        self._group_tasks = GroupTasks(on_failure=self._leave)
+        self._group_tasks = GroupTasks(self._run_group, on_failure=self._leave)
         self._worker: asyncio.Future[Any] | None = None
         self._finished = FinishedGroups(self._build_store(), self.ledger, self._activity.blocked)
         self._end_waiters: set[asyncio.Future[None]] = set()
@@ -324,13 +324,11 @@ class FullyAsyncRolloutFn(PausableSubmission):
             return
         key = self.ledger.pull(prompt_group)
         self._slots.take(key)
-        self._group_tasks.start(key, self._run_group(key))
+        self._group_tasks.start(key)
 
     async def _run_group(self, key: GroupKey) -> None:
         prompt_group = key.prompt_group
-        keywords: dict[str, Any] = {}
-        if self.config.by_sample:
-            keywords["sample_done_callback"] = partial(self._slots.free_one, key)
+        keywords = {"sample_done_callback": partial(self._slots.free_one, key)} if self._by_sample else {}
         # Generation gets a list of its own: the prompt group stays flat whatever a generate function does to the list.
         group: Any = await generate_and_rm_group(
             self.state, list(prompt_group), sampling_params=self.state.sampling_params, evaluation=False, **keywords
@@ -397,7 +395,13 @@ class FullyAsyncRolloutFn(PausableSubmission):
                 key = item.entry
                 self.ledger.drain(key, rollout_id)
                 mine.append(key)
-                if await self._accept(key, report):
+                version = self._trainer.version
+                if version is None and self.config.max_weight_staleness is not None:
+                    version = await self._weight_version.get(self.args)  # the engines' own
+                if self._is_usable(key, version, report) and (
+                    self._dynamic_filter is None or await self._passes_filter(key, report)
+                ):
+                    require_members(key.prompt_group, key.group or [], self.config.n_samples_per_prompt)
                     self._refusals.one_was_kept()
                 else:
                     mine.pop()
@@ -408,25 +412,20 @@ class FullyAsyncRolloutFn(PausableSubmission):
             if not self._remove_outdated(mine, report):
                 return batch
 
-    async def _accept(self, key: GroupKey, report: DrainReport) -> bool:
-        """Whether the group belongs in the batch; if not, it has been recycled or dropped, and counted."""
-        assert key.group is not None
+    def _is_usable(self, key: GroupKey, version: VersionLabel | None, report: DrainReport) -> bool:
+        """Whether the group is whole and fresh; if not, it has been recycled or dropped, and counted."""
         if key.aborted:
             report.count_recycled(RecycleReason.ABORTED, self._refusals.unused(key, RecycleReason.ABORTED))
             return False
-        current = self._trainer.version
-        if not self._trainer.version_known and self.config.max_weight_staleness is not None:
-            current = await self._weight_version.get(self.args)  # the engines', where the trainer has not told its own
-        if not self._is_fresh(key, current, report):
-            return False
-        if self._dynamic_filter is not None:
-            verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
-            if not verdict.keep:
-                report.drops.on_dynamic_filter_drop(verdict.reason)
-                self._refusals.filtered(key, verdict.reason)
-                return False
-        require_members(key.prompt_group, key.group, self.config.n_samples_per_prompt)
-        return True
+        return self._is_fresh(key, version, report)
+
+    async def _passes_filter(self, key: GroupKey, report: DrainReport) -> bool:
+        """Whether the dynamic filter wants the group; if not, it has been dropped, and counted."""
+        verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
+        if not verdict.keep:
+            report.drops.on_dynamic_filter_drop(verdict.reason)
+            self._refusals.filtered(key, verdict.reason)
+        return verdict.keep
 
     def _is_fresh(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> bool:
         """Whether the group is within the limit; if not, it has been recycled or dropped. None is measured where
@@ -518,6 +517,8 @@ class FullyAsyncRolloutFn(PausableSubmission):
 
     def _look_at(self, patience: Patience, now: float, kept: int) -> None:
         """Nothing has come for a while: warn, or give up."""
+        self._group_tasks.notice_lost()
+        self._raise_if_worker_ended()
         if not self.submission_gate.is_open:
             patience.renew(now)
         in_flight = self.ledger.held_by(Owner.IN_FLIGHT)
