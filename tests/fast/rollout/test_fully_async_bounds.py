@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from miles.rollout._fully_async_admission import Admission
+from miles.rollout._fully_async_buffer import DataBufferInput
 from miles.rollout._fully_async_config import FullyAsyncConfig
 from miles.rollout._fully_async_versions import WeightVersions, version_number
 from miles.utils.misc import function_registry
@@ -311,7 +312,11 @@ def test_other_labels_are_ordered_by_their_publication():
         versions.publish(label)
     assert [versions.age(label) for label in ("default", "a3f", "99e", "b00", "3")] == [2, 1, 0, None, None]
     versions.publish("a3f")  # rolled back
-    assert [versions.age(label) for label in ("default", "a3f", "99e")] == [3, 0, 1]
+    resumed = WeightVersions()
+    resumed.load_state_dict(versions.state_dict())
+    for either in (versions, resumed):
+        either.publish("next")
+        assert [either.age(label) for label in ("a3f", "99e")] == [1, 2]
 
 
 def test_versions_are_saved_and_forgotten_after_some_thousands():
@@ -400,6 +405,23 @@ async def test_a_group_larger_than_the_whole_queue_is_let_in_alone(monkeypatch):
         output = await asyncio.wait_for(call, 1)
         assert group_indexes(output.samples) == [0, 1]
         assert fn._finished.size_bytes == 0
+
+
+@virtual
+async def test_a_cancelled_put_takes_its_bytes_with_it(monkeypatch):
+    async with fed_by_hand(monkeypatch, *(finished(i) for i in range(3))) as fn:
+        fn._output = asyncio.Queue(maxsize=1)
+        key = fn.ledger.pull(prompt_group(0))
+        key.size_bytes = 10
+        store = fn._finished.store
+        await store.put(DataBufferInput([], [], key))
+        waiting = asyncio.create_task(store.put(DataBufferInput([], [], key)))
+        await settle()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert store.size_bytes == 10
+        await store.get()
+        assert store.size_bytes == 0
 
 
 class Stack:

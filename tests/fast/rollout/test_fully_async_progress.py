@@ -322,6 +322,20 @@ async def test_a_ledger_error_in_a_task_ends_the_run(monkeypatch):
 
 
 @virtual
+async def test_a_task_that_is_cancelled_before_its_first_step_is_noticed(monkeypatch):
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate) as fn:
+        call = asyncio.create_task(fn(train()))
+        while not (new := [t for t in asyncio.all_tasks() if t.get_name() == "fully-async group"]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert generate.started == []
+        new[0].cancel()
+        with pytest.raises(RuntimeError, match="ended cancelled, though the rollout did not cancel it"):
+            await call
+        assert len(generate.started) == 1
+
+
+@virtual
 async def test_failure_while_submission_is_paused_is_raised_at_once(monkeypatch):
     generate = GatedGeneration()
     async with running(monkeypatch, generate) as fn:

@@ -81,6 +81,10 @@ async def test_a_restored_run_uses_finished_groups_and_issues_the_others_first(m
     generate, source = GatedGeneration(), SavedSource()
     async with running(monkeypatch, generate, source, rollout_batch_size=2) as fn:
         fn.restore(state)
+        again = through_json(fn.snapshot())  # saved again before anything has happened
+        assert [again[part] for part in ("finished", "prompts", "versions", "data_source")] == [
+            state[part] for part in ("finished", "prompts", "versions", "data_source")
+        ]
         assert fn.ledger.counts() == {
             "pulled": 4, "in_flight": 0, "queued": 2, "drained": 0, "trained": 0, "recycled": 2, "dropped": 0
         }  # fmt: skip
