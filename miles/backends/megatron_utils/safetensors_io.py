@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from miles.backends.megatron_utils.weight_files import INDEX_FILE, SINGLE_FILE, read_index
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 class SafetensorsReader:
@@ -65,19 +64,10 @@ def _open(path: Path) -> safe_open:
 
 def _locate(directory: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it."""
-    index = directory / INDEX_FILE
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
-        if missing:
-            raise ValueError(f"the checkpoint {directory} lacks {', '.join(missing)}, which {INDEX_FILE} lists")
+    weight_map = read_index(directory)
+    if weight_map is not None:
         return {name: directory / file for name, file in weight_map.items()}
     single = directory / SINGLE_FILE
-    if not single.is_file():
-        raise ValueError(
-            f"the checkpoint {directory} has no {SINGLE_FILE} and no {INDEX_FILE}; "
-            "weights are read from safetensors only, convert other formats first"
-        )
     with _open(single) as handle:
         return dict.fromkeys(handle.keys(), single)
 
