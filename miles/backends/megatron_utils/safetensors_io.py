@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from miles.backends.megatron_utils.weight_files import INDEX_FILE, SINGLE_FILE, read_index
+from miles.utils.file_errors import named_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -82,11 +83,7 @@ def write_sharded(
     shards: list[list[str]] = []
     total = 0
     for group in _groups(tensors, max_shard_bytes):
-        save_file(
-            {name: t.detach().cpu().contiguous() for name, t in group},
-            _part(directory, len(shards)),
-            metadata={"format": "pt"},
-        )
+        write_file({name: t.detach().cpu().contiguous() for name, t in group}, _part(directory, len(shards)))
         shards.append([name for name, _ in group])
         total += sum(t.nbytes for _, t in group)
     if len(shards) == 1:
@@ -98,7 +95,16 @@ def write_sharded(
         _part(directory, i).rename(directory / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with named_errors(directory / INDEX_FILE):
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write one safetensors file. Raises OSError naming it where that fails, as on a full disk."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _part(directory: Path, i: int) -> Path:
