@@ -150,7 +150,7 @@ class WandbSink:
         except ImportError as error:
             raise ValueError(
                 f"--use-wandb: the wandb package cannot be imported ({error}); install it with "
-                "pip install 'miles[wandb]', or leave --use-wandb out"
+                "pip install -e '.[wandb]', or leave --use-wandb out"
             ) from error
         if getattr(args, "wandb_key", None):
             wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None))
