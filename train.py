@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from miles.ray.preflight import preflight
+from miles.ray.stop_signal import exit_code_of
 from miles.utils.arguments import parse_or_exit, validate_for_sync_driver
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ async def train(args: Namespace) -> None:
 
 
 def main() -> int:
-    args = parse_or_exit(validate_for_sync_driver)
+    args = parse_or_exit(validate_for_sync_driver, preflight=preflight)
 
     from miles.ray.driver import run_driver
 
@@ -35,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))
