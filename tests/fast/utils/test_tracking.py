@@ -156,7 +156,7 @@ def test_wandb_runs_are_named_after_the_run_directory_or_exactly_as_asked(
 
 def test_without_wandb_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"--use-wandb.*pip install 'miles\[wandb\]'"):
+    with pytest.raises(ValueError, match=r"--use-wandb.*pip install -e '\.\[wandb\]'"):
         Tracker(Namespace(use_wandb=True), tmp_path)
 
 
