@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import sys
 from collections import defaultdict
@@ -31,6 +32,8 @@ PICTURE_FILE = "report.png"
 
 REWARD_STEPS = 10
 """The reward at the start and at the end is the mean of this many steps."""
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Lanes = dict[str, list["Interval"]]
@@ -54,6 +57,19 @@ def write_report(run_dir: str | Path) -> dict[str, Any]:
 
     draw_report(rows, lanes, run_dir / PICTURE_FILE, title=str(run_dir))
     return summary
+
+
+def report_of_stopped_run(run_dir: str | Path) -> str:
+    """Write the report of a run that ended early, as far as it got; a line for the message that tells of its end.
+
+    Empty where no step was finished. A report that cannot be made does not hide why the run ended.
+    """
+    try:
+        write_report(run_dir)
+    except (ValueError, OSError) as error:  # no step yet, or a full disk: that the run ended is the message
+        logger.info("no report: %s", error)
+        return ""
+    return f"\n    what it did until then: {Path(run_dir) / PICTURE_FILE}, {SUMMARY_FILE} beside it"
 
 
 # -- reading
