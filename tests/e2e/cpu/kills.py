@@ -29,7 +29,7 @@ PROMPTS, BATCH, SAMPLES = 96, 4, 4
 STEPS = PROMPTS // BATCH
 POLL_SECS = 0.002
 MOMENT_SECS = 120
-END_SECS = 30
+END_SECS = 60
 
 FLAGS = f"""
     --data-source-path tests.e2e.cpu.resume_plugins.OneEpoch
