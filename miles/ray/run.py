@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from miles.ray.cluster import RayCluster
+from miles.ray.eval import make_eval_dispatcher
 from miles.ray.placement_group import create_placement
 from miles.ray.rollout.rollout_manager import RolloutManager
 from miles.ray.steps import Steps
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
     from ray import ObjectRef
 
+    from miles.ray.eval.dispatcher import EvalDispatcher
+    from miles.ray.eval.types import EvalPoint
     from miles.ray.rollout.rollout_manager import GeneratedBatch
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,7 @@ class Run:
         self._stop = asyncio.Event()
         self._supervisor = Supervisor(self._stop)
         self._cluster = RayCluster(args)
+        self._evals: EvalDispatcher | None = None
         self._metrics: dict[str, float] = {}
         self._example: dict[str, Any] = {}
         self._step_start = time.monotonic()
@@ -92,7 +96,11 @@ class Run:
         try:
             if isinstance(exc, StopRequested):
                 await self._save_after_stop()
+            if self._evals is not None and exc is None:
+                await self._supervisor.wait(self._evals.drain())
         finally:
+            if self._evals is not None:
+                await self._evals.abandon()
             self._console.close()
             self._tracker.close()
             await self._shut_down()
@@ -117,15 +125,17 @@ class Run:
         self.trainers = TrainGroup(args, placement.trainers)
         self.trainers.watch(self._supervisor)
         checkpoint = await self._choose_checkpoint()
-        engine_urls, resumed_at = await self._supervisor.wait(
-            asyncio.gather(_result(manager_started), self.trainers.init(checkpoint))
+        self._evals = make_eval_dispatcher(args, placement.eval_engines, self._export_hf, self._publish_eval)
+        evals_started = self._evals.start() if self._evals is not None else _nothing()
+        engine_urls, resumed_at, eval_pids = await self._supervisor.wait(
+            asyncio.gather(_result(manager_started), self.trainers.init(checkpoint), evals_started)
         )
         self._supervisor.watch("rollout_manager", self.manager, self._log("rollout_manager"), endless=True)
         self.start_rollout_id: int = resumed_at if args.start_rollout_id is None else args.start_rollout_id
         await self._resume_rollout(checkpoint, resumed_at)
         self._steps = Steps(args, self.manager, self.trainers)
         await self._supervisor.wait(self.trainers.connect_engines(engine_urls))
-        await self._write_processes()
+        await self._write_processes(eval_pids or {})
 
     async def _choose_checkpoint(self) -> str | None:
         """The set that trainer and rollout side go on from; None where there is none."""
@@ -151,13 +161,13 @@ class Run:
         if start > 0:
             await self._supervisor.wait(self.manager.load.remote(start - 1, checkpoint))
 
-    async def _write_processes(self) -> None:
+    async def _write_processes(self, eval_pids: dict[str, int]) -> None:
         """`processes.json`: the process id of everything that the run consists of, for the user's tools."""
         rollout = await self._supervisor.wait(self.manager.pids.remote())
         trainers = await self._supervisor.wait(self.trainers.pids())
         self._supervisor.learn_pids({**rollout, **trainers})
         path = self.run_dir / "processes.json"
-        path.write_text(json.dumps({"driver": os.getpid(), **rollout, **trainers}, indent=2) + "\n")
+        path.write_text(json.dumps({"driver": os.getpid(), **rollout, **trainers, **eval_pids}, indent=2) + "\n")
 
     async def _shut_down(self) -> None:
         await self._supervisor.close()
@@ -166,6 +176,7 @@ class Run:
         manager, trainers = getattr(self, "manager", None), getattr(self, "trainers", None)
         ends = [_result(manager.dispose.remote())] if manager else []
         ends += [trainers.close()] if trainers else []
+        ends += [self._evals.close()] if self._evals is not None else []
         try:
             async with asyncio.timeout(_DISPOSE_SECS):
                 await asyncio.gather(*ends, return_exceptions=True)
@@ -207,18 +218,27 @@ class Run:
         self._example = batch.example
         async with self._span("training", "perf/train_time", rollout_id):
             self._metrics |= await self._supervisor.wait(self._steps.train(rollout_id, batch.data_ref))
+        if self._evals is not None:
+            self._evals.on_trained()
 
     async def update_weights(self) -> None:
         """Bring every engine to the trainer's weights."""
         async with self._span("weight_update", "perf/update_weights_time"):
             version, metrics = await self._supervisor.wait(self.trainers.update_weights())
             await self._supervisor.wait(self.manager.set_weight_version.remote(version))
+            if self._evals is not None:
+                self._evals.on_weights_published(version)
         self._metrics |= metrics
 
     async def eval_before_train(self) -> None:
         """Evaluate the weights that training starts from, unless it is resumed or the user skips it."""
         if self.args.eval_interval is not None and self.start_rollout_id == 0 and not self.args.skip_eval_before_train:
+            if self._evals is not None:  # a checkpoint that was loaded is not the model in --hf-checkpoint
+                hf_dir = None if self.args.load else self.args.hf_checkpoint
+                await self._supervisor.wait(self._evals.dispatch(0, hf_dir=hf_dir))
+                return
             await self._eval(rollout_id=0)
+            self._metrics["eval/steps_trained"] = 0
             self._tracker.log(self._metrics, step=0)
             self._console.eval(self._metrics)
             self._metrics = {}
@@ -228,8 +248,27 @@ class Run:
             await self._eval(rollout_id)
 
     async def _eval(self, rollout_id: int) -> None:
+        if self._evals is not None:
+            start = time.monotonic()
+            is_last = rollout_id == self.num_rollout - 1
+            await self._supervisor.wait(self._evals.dispatch(rollout_id, force=is_last))
+            self._metrics["perf/eval_time"] = time.monotonic() - start  # as far as training waited for it
+            return
         async with self._span("eval", "perf/eval_time", rollout_id):
             self._metrics |= await self._supervisor.wait(self.manager.eval.remote(rollout_id))
+        self._metrics["eval/steps_trained"] = rollout_id + 1
+
+    async def _export_hf(self, directory: str) -> None:
+        await self._supervisor.wait(self.trainers.export_hf(directory))
+
+    def _publish_eval(self, point: EvalPoint) -> None:
+        """Log a point at the step that it belongs to, whichever step it is now."""
+        outcome = point.outcome
+        if outcome.ended:
+            self._record("eval", outcome.started, outcome.ended, point.rollout_id)
+        self._tracker.log(point.metrics, step=point.rollout_id)
+        step = point.rollout_id if point.steps_trained else None
+        self._console.eval(point.metrics, step=step, skipped=outcome.skipped, message=outcome.message)
 
     async def save_if_due(self, rollout_id: int) -> None:
         args = self.args
@@ -271,6 +310,9 @@ class Run:
 
     def _log(self, process: str) -> Path:
         return self.run_dir / "logs" / f"{process}.log"
+
+
+async def _nothing() -> None: ...
 
 
 async def _result(ref: Any) -> Any:

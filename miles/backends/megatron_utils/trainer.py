@@ -148,9 +148,11 @@ class MegatronTrainer:
 
     def export_hf(self, directory: str) -> None:
         """Write config, tokenizer and weights so that `from_pretrained(directory)` loads them."""
-        if self.is_weight_source:
-            export_hf_checkpoint(directory, self.hf_named_tensors(), source=self._args.hf_checkpoint)
-        parallel.barrier()
+        try:
+            if self.is_weight_source:
+                export_hf_checkpoint(directory, self.hf_named_tensors(), source=self._args.hf_checkpoint)
+        finally:
+            parallel.barrier()  # also where the disk is full: the other ranks wait here
 
     def _training_state(self) -> checkpoint.TrainingState:
         return checkpoint.TrainingState(self._model, self._optimizer, self._scheduler)

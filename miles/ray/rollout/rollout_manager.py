@@ -22,15 +22,19 @@ import ray
 from ray.exceptions import RayActorError
 
 from miles.ray.cluster import num_engines, num_trainers
+from miles.ray.eval.scores import evaluate
+from miles.ray.eval.turns import Turns
 from miles.ray.rollout.engine_actor import EngineActor
-from miles.ray.rollout.metrics import eval_metrics, rollout_metrics
+from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
 from miles.ray.rollout.router import Router
 from miles.ray.rollout.train_data import convert_samples_to_train_data, flatten_and_trim, split_train_data_by_dp
+from miles.rollout._submission_gate import submission_paused_from_outside
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles.rollout.eval_flags import eval_way
 from miles.rollout.inference_rollout.compatibility import call_rollout_function, load_rollout_function
 from miles.utils.arguments import resolve_rollout_function_paths
-from miles.utils.async_utils import close_async_loop, run
+from miles.utils.async_utils import close_async_loop, get_async_loop, run
 from miles.utils.http_utils import close_http_client, init_http_client
 from miles.utils.logging_utils import redirect_output
 from miles.utils.misc import load_function
@@ -78,6 +82,7 @@ class RolloutManager:
         self._args = copy.copy(args)
         self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
+        self._turns = Turns()
         self._dp_size = num_trainers(args)
         actor_class = ray.remote(EngineActor)
         self._engines = [
@@ -101,6 +106,7 @@ class RolloutManager:
     def _build_rollout_functions(self) -> None:
         args = self._args
         init_http_client(args)
+        get_async_loop().watch_lag(args.event_loop_lag_warn_secs)
         self._data_source = load_function(args.data_source_path)(args)
         self._rollout_fn, self._eval_fn = load_rollout_functions(args, self._data_source)
         self._state = RolloutState(self._rollout_fn, self._data_source, saves=args.save is not None)
@@ -129,7 +135,8 @@ class RolloutManager:
 
     async def generate(self, rollout_id: int) -> GeneratedBatch:
         """One training batch. Raises what the rollout function raised."""
-        return await asyncio.to_thread(self._generate, rollout_id)
+        async with self._turns.of(self._rollout_fn):
+            return await asyncio.to_thread(self._generate, rollout_id)
 
     def _generate(self, rollout_id: int) -> GeneratedBatch:
         start = time.monotonic()
@@ -158,15 +165,16 @@ class RolloutManager:
         )
 
     async def eval(self, rollout_id: int) -> dict[str, float]:
-        """Evaluate the engines' current weights; returns metrics."""
-        return await asyncio.to_thread(self._eval, rollout_id)
+        """Evaluate the engines' current weights; returns metrics. Nothing new is generated for training meanwhile."""
+        async with self._turns.of(self._rollout_fn):
+            return await asyncio.to_thread(self._eval, rollout_id)
 
     def _eval(self, rollout_id: int) -> dict[str, float]:
-        output = call_rollout_function(self._eval_fn, RolloutFnEvalInput(rollout_id))
-        metrics = dict(output.metrics or {})
-        if self._log_eval and self._log_eval(rollout_id, self._args, output.data, metrics):
-            return metrics
-        return metrics | eval_metrics(self._args, output.data)
+        version = self._weight_version
+        eval_input = RolloutFnEvalInput(rollout_id, weight_version=None if version is None else str(version))
+        with submission_paused_from_outside(self._rollout_fn):
+            metrics = evaluate(self._args, self._eval_fn, self._log_eval, eval_input)
+        return metrics if version is None else {**metrics, "eval/weight_version": version, "eval/lag_steps": 0}
 
     async def save(self, rollout_id: int) -> str:
         """Stage the rollout side's part of the set after `rollout_id` under `--save`; returns its path."""
@@ -227,13 +235,16 @@ class RolloutManager:
 
 
 def load_rollout_functions(args: Namespace, data_source: DataSource) -> tuple[Any, Any]:
-    """The functions for training and for evaluation.
+    """The functions for training and for evaluation; the latter is None where snapshots are evaluated, elsewhere.
 
     Two instances even where their paths are equal: nothing that evaluation does may touch the state of training.
     """
     constructor_input = RolloutFnConstructorInput(args=args, data_source=data_source)
     rollout_path, eval_path = resolve_rollout_function_paths(args)
-    return load_rollout_function(constructor_input, rollout_path), load_rollout_function(constructor_input, eval_path)
+    rollout_fn = load_rollout_function(constructor_input, rollout_path)
+    if eval_way(args).uses_snapshots:
+        return rollout_fn, None
+    return rollout_fn, load_rollout_function(constructor_input, eval_path)
 
 
 def _example(samples: list[Sample]) -> dict[str, Any]:
