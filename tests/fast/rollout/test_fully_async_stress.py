@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from miles.sim.virtual_loop import run_virtual, settle
 from miles.utils.types import Sample
 from tests.fast.fakes import FakeDataSource, answer, group_indexes
 from tests.fast.rollout.fully_async_setup import build, train
-from tests.fast.virtual_time import run_virtual, settle
 
 if TYPE_CHECKING:
     from miles.rollout.fully_async_rollout import FullyAsyncRolloutFn
