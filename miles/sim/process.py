@@ -41,7 +41,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Save:
-    """What a process leaves behind: the trainer's step and version, the rollout's state as text, the observer's books."""
+    """What a process leaves behind: the trainer's step and version, the rollout's state as text, and the books."""
 
     step: int
     version: int
@@ -91,7 +91,7 @@ class TrainingProcess:
             await self._one_step()
 
     async def finish(self) -> None:
-        """Without any more faults: train until every group that is outstanding now is settled and a new one has come."""
+        """Without any more faults: train until every outstanding group is settled and a new one has come."""
         self.faults.quiet = True
         self.engines.hurry()
         books = self.observer.books

@@ -187,6 +187,7 @@ def rollout_args(schedule: Schedule) -> Namespace:
         group_timeout_secs=schedule.group_timeout,
         missing_reward=schedule.missing_reward,
         group_rm=schedule.group_rm,
+        update_weights_interval=schedule.update_interval,
         rollout_shuffle=schedule.shuffle,
         rollout_seed=schedule.seed,
         custom_generate_function_path="simulated_generate",

@@ -90,9 +90,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             raise Stuck(f"the loop spins: {ROUNDS_WITHOUT_TIME} rounds at {self._now:.3f} s")
 
 
-def _numbered_task(
-    loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **keywords: Any
-) -> asyncio.Task[Any]:
+def _numbered_task(loop: asyncio.AbstractEventLoop, coro: Any, **keywords: Any) -> Any:
     assert isinstance(loop, VirtualTimeLoop)
     return VirtualTask(coro, number=loop.next_task_number(), loop=loop, **keywords)
 
