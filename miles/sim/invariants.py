@@ -15,6 +15,10 @@ class Invariants:
         self.process = process
         self.fn = process.fn
         self._events_seen = 0
+        self._was_full = False
+        ledger = process.fn.ledger  # its counts go on over restarts, the observer's begin anew
+        self._recycled_before, self._dropped_before = ledger.recycled, ledger.dropped
+        self._trained_before = ledger.trained
 
     def check_if_something_happened(self) -> None:
         if self.process.trace.violation is not None:
@@ -34,6 +38,9 @@ class Invariants:
             self.process.trace.violate(
                 f"{engines.running} samples are in flight, the bound is {fn.max_in_flight_samples}"
             )
+        if (full := fn.queue_size >= fn.queue_capacity) and not self._was_full:
+            self.process.trace.add("queue full", fn.queue_size)
+        self._was_full = full
         allowed = fn.queue_capacity + self.process.schedule.rollout_batch_size
         if fn.queue_size > allowed:
             self.process.trace.violate(f"{fn.queue_size} groups wait, the bound is {allowed}")
@@ -41,8 +48,14 @@ class Invariants:
     def _check_ledger(self) -> None:
         ledger, observer = self.fn.ledger, self.process.observer
         ledger.check()
-        counts, books = observer.counts, observer.books
-        seen = (ledger.recycled, ledger.trained, ledger.in_flight + ledger.queued + ledger.drained)
-        expected = (counts["returned"], counts["trained"], len(books.outstanding))
+        counts = observer.counts
+        seen = [ledger.recycled - self._recycled_before, ledger.dropped - self._dropped_before]
+        expected = [counts["returned"], counts["dropped"]]
+        if self.process.schedule.acknowledges:
+            held = ledger.in_flight + ledger.queued + ledger.drained + len(self.fn._prompts.waiting)
+            seen += [ledger.trained - self._trained_before, held]
+            expected += [counts["trained"], len(observer.books.outstanding)]
         if seen != expected:
-            self.process.trace.violate(f"the ledger says {ledger}, the observer {expected}")
+            self.process.trace.violate(
+                f"recycled, dropped, trained and held are {seen} in the ledger ({ledger}), {expected} for the observer"
+            )

@@ -104,6 +104,15 @@ class Observer:
         self.books.dropped[index] = reason
         self.trace.add("drop", index, reason)
 
+    def dropped_by_handler(self, index: int, reason: str) -> None:
+        """The handler of unused groups drops it: allowed by its flag, or after the retries that another flag grants."""
+        schedule = self.schedule
+        self._require_outstanding(index, f"is dropped ({reason})")
+        pulls = self.books.outstanding[index]
+        if schedule.unused_handler == "retry" and pulls <= schedule.max_group_retries:
+            self.trace.violate(f"group {index} is dropped ({reason}) after {pulls} pulls")
+        self.dropped(index, reason)
+
     def step_starts(self, step: int, batch: list[list[Any]]) -> None:
         """The trainer begins a step: everything in the batch is outstanding, whole, sorted and fresh enough."""
         indexes = [index_of(group) for group in batch]

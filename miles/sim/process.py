@@ -20,6 +20,7 @@ from miles.sim.plugins import FilterFailed
 from miles.sim.schedule import FaultKind, Schedule
 from miles.sim.source import MemoryDataset, SimulatedDataSource
 from miles.sim.trace import Trace, Violation
+from miles.sim.transitions import Transitions
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -76,11 +77,12 @@ class TrainingProcess:
         dataset = MemoryDataset(self.schedule.prompts, self.schedule.seed)
         self.source = SimulatedDataSource(around.args, dataset, around.faults, around.observer)
         self.fn = heart.FullyAsyncRolloutFn(RolloutFnConstructorInput(around.args, self.source))
+        self.fn.observers.append(Transitions(around.observer, around.trace))
         self.observer.go_back_to(save.books)
         self.engines.versions.current = save.version
         if save.rollout is not None:
             self.fn.restore(json.loads(save.rollout))
-        self.trace.add("process", "starts at step", self.step)
+        self.trace.add("process starts", "step", self.step)
 
     # ---- the life of the process
 
@@ -108,9 +110,10 @@ class TrainingProcess:
 
     async def end(self, ending: Ending) -> None:
         """Close the rollout function; a killed process is no longer observed."""
-        self.trace.add("process", ending.value)
+        self.trace.add(f"process {ending.value}")
         if ending is not Ending.FINISHED:
             self.source.observer = None
+            self.fn.observers.clear()
         await self.fn.close()
         await self.fn.close()
         if self.engines.running:
@@ -216,11 +219,13 @@ class TrainingProcess:
             if not self.faults.at_step(step, kind):
                 continue
             self.trace.add("eval start", step)
+            self.fn.pause_submission()
             try:
-                async with self.fn.submission_paused():
-                    await self._evaluate(kind)
+                await self._evaluate(kind)
             except EvalFailed:
                 self.trace.add("eval failed", step)
+            finally:
+                self.fn.resume_submission()
             self.trace.add("eval end", step)
 
     async def _evaluate(self, kind: FaultKind) -> None:

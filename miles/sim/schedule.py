@@ -193,10 +193,10 @@ def _from_random(seed: int, rng: random.Random) -> Schedule:
 
 def _faults(schedule: Schedule, rng: random.Random) -> list[Fault]:
     groups = schedule.rollout_batch_size * schedule.steps
-    until = schedule.steps * (schedule.train_seconds + schedule.update_seconds + 1.5)
+    until = schedule.steps * (schedule.train_seconds + schedule.update_seconds + 1.0)
     faults: list[Fault] = []
     for kind in FaultKind:
-        while rng.random() < (0.12 if kind in _RARE else 0.25):
+        while rng.random() < (0.13 if kind in _RARE else 0.25):
             at: float = {
                 Target.SAMPLE: rng.randrange(groups),
                 Target.GROUP: rng.randrange(groups),

@@ -26,6 +26,7 @@ from miles.sim.schedule import FaultKind, Schedule
 from miles.sim.trace import Trace
 from miles.sim.virtual_loop import VirtualTimeLoop
 from miles.utils.misc import function_registry
+from miles.utils.user_calls import InlineUserCalls, use_user_calls
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -99,11 +100,13 @@ def _seams(simulation: Simulation) -> Iterator[None]:
             ("simulated_filter", plugins.filter),
         ):
             stack.enter_context(function_registry.temporary(name, function))
+        stack.enter_context(use_user_calls(InlineUserCalls()))
         heart.get, heart.OUTPUT_QUEUE_MAX_GROUPS = simulation.engines.serve_model_info, QUEUE_GROUPS
         try:
             yield
         finally:
-            heart.get, heart.OUTPUT_QUEUE_MAX_GROUPS = get, capacity
+            stack.enter_context(use_user_calls(InlineUserCalls()))
+        heart.get, heart.OUTPUT_QUEUE_MAX_GROUPS = get, capacity
 
 
 class Simulation:

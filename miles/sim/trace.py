@@ -27,6 +27,10 @@ class Trace:
         self.events.append((asyncio.get_running_loop().time(), kind, details))
         self.counts[kind] += 1
 
+    def met(self, name: str) -> bool:
+        """Whether an event of this kind happened."""
+        return name in self.counts
+
     def violate(self, text: str) -> NoReturn:
         """Raise Violation, and keep the first one: whoever catches it in between cannot make it unseen."""
         violation = Violation(text)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 ROUNDS_WITHOUT_TIME = 200_000
 """Rounds of the loop at one moment of virtual time, above which the program is taken to spin for ever."""
 
+ROUNDS_A_TICK, TICK = 100, 1e-6
+"""So many rounds take this long, in seconds: whoever waits for a rounding error to pass must not wait for ever."""
+
 
 class Stuck(AssertionError):
     """Every task waits and no timer is set, or the loop spins and time stands still."""
@@ -85,6 +88,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             self.advance(timeout)
             return
         self._rounds_at_this_time += 1
+        if self._rounds_at_this_time % ROUNDS_A_TICK == 0:
+            self.advance(TICK)
         if self._rounds_at_this_time > ROUNDS_WITHOUT_TIME:
             self._rounds_at_this_time = 0
             raise Stuck(f"the loop spins: {ROUNDS_WITHOUT_TIME} rounds at {self._now:.3f} s")
