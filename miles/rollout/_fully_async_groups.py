@@ -9,20 +9,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from miles.rollout._fully_async_versions import version_number
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from miles.rollout._fully_async_ledger import GroupKey
+
 PromptGroup = list[Sample]
 Group = list[Sample | list[Sample]]
 FinishedGroup = tuple[PromptGroup, Group]
+
+_NESTED = (list, tuple)
+_BYTES_PER_TOKEN = 40  # an int object and the pointer to it
+_BYTES_PER_LOG_PROB = 32  # a float object and the pointer to it
+_BYTES_PER_CHARACTER = 2  # texts are mostly ASCII (1), sometimes not (2 or 4)
+_BYTES_PER_SAMPLE = 2048  # the object, its dictionary and its small fields
+_ABORTED = Sample.Status.ABORTED
 
 
 def _iter_samples(group: Sequence[object]) -> Iterator[Sample]:
     """Every sample of the group in order, at any nesting."""
     for member in group:
-        if isinstance(member, list | tuple):
+        if isinstance(member, _NESTED):
             yield from _iter_samples(member)
         else:
             yield member  # type: ignore[misc]
@@ -38,13 +48,49 @@ def _first_sample(group: Sequence[object]) -> Sample:
 
 def group_oldest_weight_version(group: Sequence[object]) -> int | None:
     """The oldest weight version that wrote a token of the group; None where no sample carries a numeric version."""
-    versions = [v for sample in _iter_samples(group) if (v := sample.oldest_weight_version) is not None]
-    return min(versions, default=None)
+    labels: set[int | str] = set()
+    for sample in samples_of(group):
+        labels.update(sample.weight_versions)
+    return min((n for label in labels if (n := version_number(label)) is not None), default=None)
 
 
-def has_aborted(group: Sequence[object]) -> bool:
-    """Whether any sample of the group, at any nesting, was aborted."""
-    return any(sample.status == Sample.Status.ABORTED for sample in _iter_samples(group))
+def samples_of(group: Sequence[Any]) -> Sequence[Sample]:
+    """Every sample of the group in order, at any nesting: the group itself where it is flat."""
+    for member in group:
+        if isinstance(member, _NESTED):
+            return list(_iter_samples(group))
+    return group
+
+
+def take_stock(key: GroupKey, group: Group) -> None:
+    """Note in the books what generation made of the group. One pass; nothing is copied.
+
+    `size_bytes` is an estimate from lengths alone: token ids, log-probabilities, texts, arrays by their `nbytes`.
+    """
+    tokens = size = unversioned = 0
+    aborted = False
+    versions: set[Any] = set()
+    samples = samples_of(group)
+    for sample in samples:
+        if sample.status is _ABORTED:
+            aborted = True
+        tokens += sample.response_length
+        if sample.weight_versions:
+            versions.update(sample.weight_versions)
+        else:
+            unversioned += 1
+        size += _BYTES_PER_TOKEN * len(sample.tokens) + _BYTES_PER_CHARACTER * len(sample.response)
+        if sample.rollout_log_probs is not None:
+            size += _BYTES_PER_LOG_PROB * len(sample.rollout_log_probs)
+        if sample.rollout_routed_experts is not None:
+            size += getattr(sample.rollout_routed_experts, "nbytes", 0)
+    key.group = group
+    key.samples = len(samples)
+    key.tokens = tokens
+    key.aborted = aborted
+    key.versions = tuple(versions)
+    key.unversioned = unversioned
+    key.size_bytes = size + _BYTES_PER_SAMPLE * len(samples)
 
 
 def describe(prompt_group: PromptGroup) -> str:

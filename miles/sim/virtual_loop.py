@@ -8,7 +8,8 @@ The order of everything is a function of the program alone. Ready callbacks run 
 ready, timers in the order of their times, and the tasks of a set are met in the order in which they were made: a task's
 hash is its number, not its address.
 
-Only for code that reads time from its loop and uses neither sockets nor threads.
+Only for code that reads time from its loop and uses neither sockets nor threads. `run_virtual` calls plain user
+functions, which would run on a thread of their own, inline.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import asyncio
 import functools
 import selectors
 from typing import TYPE_CHECKING, Any
+
+from miles.utils.user_calls import InlineUserCalls, use_user_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -104,7 +107,8 @@ def run_virtual(main: Coroutine[Any, Any, Any], *, debug: bool = True) -> Any:
     """Run `main` on a VirtualTimeLoop; its result. Raises AssertionError where it leaves a task behind."""
 
     async def run_and_check() -> Any:
-        result = await main
+        with use_user_calls(InlineUserCalls()):
+            result = await main
         await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks left behind: {sorted(task.get_name() for task in left)}"
