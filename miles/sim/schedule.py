@@ -170,7 +170,7 @@ def _from_random(seed: int, rng: random.Random) -> Schedule:
         granularity=rng.choice(["group", "sample"]),
         unused_handler=rng.choice(["retry", "retry", "retry", "drop"]),
         max_group_retries=rng.choice([8, 8, 0, 1, 2]),
-        sample_max_retries=rng.choice([3, 3, 0, 1]),
+        sample_max_retries=rng.choice([3, 3, 1, 1]),
         sample_timeout=rng.choice([None, None, 15.0, 40.0]),
         group_timeout=rng.choice([None, None, None, 60.0]),
         missing_reward=rng.choice(["error", "remove"]),
