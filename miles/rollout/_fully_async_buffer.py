@@ -53,6 +53,11 @@ class DataBufferInput(tuple[Any, Any]):
         return self
 
     @property
+    def entry(self) -> GroupKey:
+        assert self.key is not None
+        return self.key
+
+    @property
     def prompt_group(self) -> PromptGroup:
         return self[0]  # type: ignore[no-any-return]
 

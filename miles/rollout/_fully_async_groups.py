@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 PromptGroup = list[Sample]
 Group = list[Sample | list[Sample]]
-FinishedGroup = tuple[PromptGroup, Group]
 
 _NESTED = (list, tuple)
 _BYTES_PER_TOKEN = 40  # an int object and the pointer to it
@@ -101,9 +100,8 @@ def describe(prompt_group: PromptGroup) -> str:
     return f"group {first.group_index} (samples {first.index}..{last.index})"
 
 
-def require_members(finished: FinishedGroup, expected: int) -> None:
+def require_members(prompt_group: PromptGroup, group: Group, expected: int) -> None:
     """Raise ValueError naming the group where it does not have `expected` members."""
-    prompt_group, group = finished
     if len(group) != expected:
         raise ValueError(
             f"{describe(prompt_group)} has {len(group)} members, --n-samples-per-prompt is {expected}: a generate "
@@ -111,9 +109,19 @@ def require_members(finished: FinishedGroup, expected: int) -> None:
         )
 
 
-def sorted_batch(finished: Iterable[FinishedGroup]) -> list[list[Any]]:
+def require_shape(batch: Sequence[Group], expected: list[int]) -> None:
+    """Raise ValueError where a sample filter has not left `expected` members in each group."""
+    if [len(group) for group in batch] != expected:
+        raise ValueError(
+            f"--rollout-sample-filter-path: the filter changed the batch from {len(expected)} groups to "
+            f"{len(batch)}, or the number of samples in a group; it must mark samples "
+            "(sample.remove_sample = True) and leave the lists as they are"
+        )
+
+
+def sorted_batch(groups: Iterable[Group]) -> list[list[Any]]:
     """The groups by the index of their first sample; those without an index come last, as they arrived."""
-    return sorted((group for _, group in finished), key=_sort_key)
+    return sorted(groups, key=_sort_key)
 
 
 def _sort_key(group: Group) -> tuple[bool, int]:

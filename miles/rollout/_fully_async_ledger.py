@@ -264,6 +264,14 @@ class GroupLedger:
         if self.pulled != held + self.trained + self.recycled + self.dropped or held != len(self.open):
             raise LedgerError(f"the books do not balance: {self}")
 
+    def held_by(self, owner: Owner) -> list[GroupKey]:
+        """The open groups of this owner, in the order of their pulls. Looks at every open one."""
+        return [key for key in self.open.values() if key.owner is owner]
+
+    def find(self, prompt_group: PromptGroup) -> GroupKey | None:
+        """The open pull of this very list. Looks at every open one."""
+        return next((key for key in self.open.values() if key.prompt_group is prompt_group), None)
+
     def counts(self) -> dict[str, int]:
         """`pulled` and the count of each owner."""
         return {"pulled": self.pulled, **{owner.value: getattr(self, owner.value) for owner in Owner}}

@@ -62,6 +62,10 @@ class DrainReport:
     unknown_version_samples: int = 0
     """The same for samples; a group's age can be told by its other samples."""
 
+    def count_recycled(self, reason: RecycleReason, recycled: bool) -> None:
+        """A group was turned down; `recycled`: it starts over, else it was dropped."""
+        self.recycled[reason] += recycled
+
     def add_measured(self, staleness: int | None, unknown_samples: int) -> None:
         """A group's age was wanted; `staleness` None: it could not be told."""
         self.unknown_version_groups = (self.unknown_version_groups or 0) + (staleness is None)

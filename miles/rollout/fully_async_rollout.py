@@ -39,14 +39,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from miles.rollout._fully_async_admission import Admission
-from miles.rollout._fully_async_batches import Batch, HandedBatches
 from miles.rollout._fully_async_buffer import DataBuffer, DataBufferConstructorInput, DataBufferInput, DefaultDataBuffer
 from miles.rollout._fully_async_config import FullyAsyncConfig
-from miles.rollout._fully_async_errors import EndOfData, no_progress, nothing_gets_through
+from miles.rollout._fully_async_errors import EndOfData, no_progress
 from miles.rollout._fully_async_groups import (
     Group,
     _first_sample,
@@ -54,28 +52,33 @@ from miles.rollout._fully_async_groups import (
     describe,
     group_oldest_weight_version,
     require_members,
+    require_shape,
     sorted_batch,
     take_stock,
 )
-from miles.rollout._fully_async_ledger import DropReason, GroupKey, GroupLedger, GroupObserver, Owner, RecycleReason
+from miles.rollout._fully_async_ledger import GroupKey, GroupLedger, GroupObserver, Owner, RecycleReason
 from miles.rollout._fully_async_metrics import DrainReport, LedgerWindow
-from miles.rollout._fully_async_prompts import PromptSupply, retries_of
+from miles.rollout._fully_async_patience import Patience
+from miles.rollout._fully_async_prompts import PromptSupply
+from miles.rollout._fully_async_refusals import Refusals
 from miles.rollout._fully_async_slots import SampleSlots
 from miles.rollout._fully_async_snapshot import restore_state, take_snapshot
-from miles.rollout._fully_async_staleness import require_known, staleness_of, unknown_samples
+from miles.rollout._fully_async_staleness import StalenessGauge
 from miles.rollout._fully_async_tasks import GroupTasks
-from miles.rollout._fully_async_versions import VersionLabel, WeightVersions
+from miles.rollout._fully_async_trainer import TrainerSide
+from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
-from miles.rollout.filter_hub.base_types import call_dynamic_filter
+from miles.rollout.filter_hub.base_types import acall_dynamic_filter
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
 from miles.utils.misc import load_function
+from miles.utils.user_calls import UserCode, call_user
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from miles.rollout._fully_async_groups import PromptGroup
+    from miles.rollout._fully_async_versions import VersionLabel
 
 __all__ = [
     "EndOfData",
@@ -99,10 +102,10 @@ NO_PROGRESS_WARN_SECS = 30.0
 WEIGHT_VERSION_QUERY_TIMEOUT_SECS = 2.0
 CLOSE_GRACE_SECS = 5.0
 
-_TURN = 2  # submissions between two turns that the other tasks of the loop get
+_SUBMISSIONS_A_TURN = 2  # thousands of submissions in a row must not stall the loop
 
 
-class FullyAsyncRolloutFn:
+class FullyAsyncRolloutFn(PausableSubmission):
     """The rollout function of `train_async.py --fully-async`: one training batch per call.
 
         generate(n) -> training step -> acknowledge(n), or give_back(n) where it failed -> on_weight_version(v)
@@ -113,53 +116,44 @@ class FullyAsyncRolloutFn:
     """
 
     def __init__(self, input: RolloutFnConstructorInput) -> None:
-        self.args = input.args
+        self.args = args = input.args
         self.data_source = input.data_source
-        self.config = FullyAsyncConfig.from_args(input.args)
-        self.state = GenerateState(input.args)
+        self.config = config = FullyAsyncConfig.from_args(args)
+        self.state = GenerateState(args)
         self.ledger = GroupLedger()
         self.observers = self.ledger.observers
-        self.versions = WeightVersions()
-        self._dynamic_filter = load_function(input.args.dynamic_sampling_filter_path)
-        self._sample_filter = load_function(input.args.rollout_sample_filter_path)
+        self.submission_gate = SubmissionGate()
+        self._dynamic_filter = load_function(args.dynamic_sampling_filter_path)
+        self._sample_filter = load_function(args.rollout_sample_filter_path)
         self._weight_version = _CachedWeightVersion(ttl=1.0)
-        self._worker: asyncio.Future[Any] | None = None
-        self._store = self._build_store()
-        self._returned: deque[Any] = deque()
         self._prompts = PromptSupply(input.data_source)
-        self._slots = SampleSlots(self.max_in_flight_samples, self.config.n_samples_per_prompt)
-        self._admission = Admission(
-            limit=self.config.max_weight_staleness,
-            update_interval=self.config.update_weights_interval,
-            batch_size=self.config.rollout_batch_size,
+        self._trainer = TrainerSide(config, self.ledger)
+        self._gauge = StalenessGauge(
+            self._trainer.versions, limit=config.max_weight_staleness, strict=config.strict_weight_versions
         )
-        self._group_tasks = GroupTasks(self._on_task_end)
-        self._handed = HandedBatches()
+        self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
+        self._slots = SampleSlots(config.max_in_flight_samples, config.n_samples_per_prompt)
+        self._group_tasks = GroupTasks(on_end=self._leave)
+        self._worker: asyncio.Future[Any] | None = None
         self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
         self._putting = 0  # finished groups that wait for room in the store
-        self._pauses = 0
+        self._store: DataBuffer = self._build_store()
+        self._returned: deque[DataBufferInput] = deque()  # comes before what is in the store
         self._end_waiters: set[asyncio.Future[None]] = set()
         self._closed = False
-        self._version_told = False
-        self._acknowledges = False
-        self._turned_down: Counter[str] = Counter()  # since a group was kept last, by reason
         self._unreported = DrainReport()
         self._window = LedgerWindow(self.ledger)
 
     def _build_store(self) -> DataBuffer:
-        path = getattr(self.args, "custom_async_data_buffer_path", None)
-        store: Any = load_function(path) or DefaultDataBuffer
-        return store(
-            DataBufferConstructorInput(
-                args=self.args,
-                unused_handler_fn=self._unused_by_store,
-                drop_fn=self._dropped_by_store,
-                capacity_groups=self.queue_capacity,
-                capacity_bytes=self.config.async_data_buffer_max_bytes,
-            )
+        store: Any = load_function(getattr(self.args, "custom_async_data_buffer_path", None)) or DefaultDataBuffer
+        constructor_input = DataBufferConstructorInput(
+            args=self.args,
+            unused_handler_fn=self._refusals.unused_by_store,
+            drop_fn=self._refusals.dropped_by_store,
+            capacity_groups=self.queue_capacity,
+            capacity_bytes=self.config.async_data_buffer_max_bytes,
         )
-
-    # ---- bounds and sizes
+        return store(constructor_input)  # type: ignore[no-any-return]
 
     @property
     def max_in_flight_groups(self) -> int:
@@ -170,11 +164,6 @@ class FullyAsyncRolloutFn:
     def max_in_flight_samples(self) -> int:
         """By group: `max_in_flight_groups * n_samples_per_prompt`. By sample: `async_max_concurrent_samples`."""
         return self.config.max_in_flight_samples
-
-    @property
-    def in_flight_samples(self) -> int:
-        """Places in generation that are taken."""
-        return self._slots.used
 
     @property
     def queue_capacity(self) -> int:
@@ -190,14 +179,8 @@ class FullyAsyncRolloutFn:
     @property
     def queue_size(self) -> int:
         """Finished groups that wait for the trainer."""
-        if isinstance(self._store, DefaultDataBuffer):
-            return len(self._returned) + self._store.qsize()
-        return self.ledger.queued
-
-    @property
-    def queue_bytes(self) -> int:
-        """Estimated bytes of the groups in the built-in store."""
-        return getattr(self._store, "size_bytes", 0)
+        store = self._store
+        return len(self._returned) + store.qsize() if isinstance(store, DefaultDataBuffer) else self.ledger.queued
 
     @property
     def _output(self) -> asyncio.Queue[Any] | None:
@@ -228,46 +211,34 @@ class FullyAsyncRolloutFn:
     def acknowledge(self, rollout_id: int) -> int:
         """The trainer has finished the step on this rollout's batch. The number of groups that are trained now; 0 where
         there is no such batch, or not any more."""
-        self._acknowledges = True
-        return self._close_batch(rollout_id)
+        return self._trainer.acknowledge(rollout_id)
 
     def give_back(self, rollout_id: int) -> int:
         """The step on this rollout's batch failed or was cancelled: its groups come first in the next drain. Their
         number; 0 where there is no such batch, or it was acknowledged or given back before."""
-        self._acknowledges = True
-        batch = self._handed.take(rollout_id)
-        if batch is None:
-            return 0
-        if batch.version_serial == self.versions.serial:
-            self._admission.takes_back(len(batch.items))
-        self._put_back(batch.items)
-        return len(batch.items)
+        keys = self._trainer.give_back(rollout_id)
+        self._put_back(keys)
+        return len(keys)
 
     def on_weight_version(self, version: VersionLabel) -> None:
         """The trainer has published weights of this version to the engines. Labels are ordered by these calls."""
-        self._version_told = self._admission.version_known = True
-        self._publish(version)
-
-    def pause_submission(self) -> None:
-        """Start no new group until `resume_submission`; what is in flight goes on. Pauses add up."""
-        self._pauses += 1
+        self._trainer.publish(version)
+        self._look_again()
 
     def resume_submission(self) -> None:
-        if self._pauses == 0:
-            raise RuntimeError("resume_submission without pause_submission")
-        self._pauses -= 1
-        self._wake.set()
+        super().resume_submission()
+        self._look_again()
 
     def snapshot(self) -> dict[str, Any]:
         """Every group that is pulled and not trained, counters, versions and the data source's state, JSON-ready and of
         one moment. Raises SampleCodecError naming the field that cannot be saved."""
-        return take_snapshot(self.ledger, self.versions, self._prompts)
+        return take_snapshot(self.ledger, self._trainer.versions, self._prompts)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
         if self._worker is not None:
             raise RuntimeError("restore comes before the first call")
-        self._returned.extend(restore_state(state, self.ledger, self.versions, self._prompts))
+        self._returned.extend(restore_state(state, self.ledger, self._trainer.versions, self._prompts))
         self._window = LedgerWindow(self.ledger)
 
     async def close(self) -> None:
@@ -297,12 +268,12 @@ class FullyAsyncRolloutFn:
         tasks = self._group_tasks
         try:
             while tasks.failure is None:
-                turn = 0
-                while turn < _TURN and self._may_submit():
+                submitted = 0
+                while submitted < _SUBMISSIONS_A_TURN and self._may_submit():
                     self._submit_one_group()
-                    turn += 1
-                if turn:
-                    await asyncio.sleep(0)  # thousands of submissions in a row must not stall the loop
+                    submitted += 1
+                if submitted:
+                    await asyncio.sleep(0)
                 else:
                     self._wake.clear()
                     await self._wake.wait()
@@ -312,13 +283,12 @@ class FullyAsyncRolloutFn:
                 await tasks.stop(CLOSE_GRACE_SECS)
 
     def _may_submit(self) -> bool:
-        ledger = self.ledger
         return (
             self._slots.one_group_fits
             and not (self._putting and self.config.by_sample)  # by group, those that wait still hold their places
-            and not self._pauses
             and not self._prompts.ended
-            and self._admission.admits(ledger.in_flight + ledger.queued + ledger.drained - self._handed.size)
+            and self.submission_gate.is_open
+            and self._trainer.admits_one()
         )
 
     def _submit_one_group(self) -> None:
@@ -328,7 +298,7 @@ class FullyAsyncRolloutFn:
         """
         prompt_group = self._prompts.next_group()
         if prompt_group is None:
-            self._notice_end_of_data()
+            self._look_again()
             return
         key = self.ledger.pull(prompt_group)
         self._slots.take(key)
@@ -336,9 +306,7 @@ class FullyAsyncRolloutFn:
 
     async def _run_group(self, key: GroupKey) -> None:
         prompt_group = key.prompt_group
-        keywords: dict[str, Any] = {}
-        if self.config.by_sample:
-            keywords["sample_done_callback"] = lambda: self._on_sample_done(key)
+        keywords = {"sample_done_callback": lambda: self._free_one(key)} if self.config.by_sample else {}
         # Generation gets a list of its own: the prompt group stays flat whatever a generate function does to the list.
         group: Any = await generate_and_rm_group(
             self.state, list(prompt_group), sampling_params=self.state.sampling_params, evaluation=False, **keywords
@@ -358,20 +326,23 @@ class FullyAsyncRolloutFn:
             self.ledger.queue(key)
         self._leave(key)
 
-    def _on_sample_done(self, key: GroupKey) -> None:
+    def _free_one(self, key: GroupKey) -> None:
         self._slots.free_one(key)
         if self._slots.one_group_fits:
             self._wake.set()
 
-    def _on_task_end(self, key: GroupKey) -> None:
-        if key.slots or self._group_tasks.failure is not None:
-            self._leave(key)
-
     def _leave(self, key: GroupKey) -> None:
+        """The group is no longer in generation, well or badly. Called when its work is done and when its task is."""
         self._slots.free_all(key)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Something has changed that the worker, or a call that waits while the data ends, should look at."""
         self._wake.set()
-        if self._prompts.ended:
-            self._notice_end_of_data()
+        if self._prompts.ended and not self.ledger.in_flight and not self.ledger.queued:
+            for waiter in self._end_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     # ---- the drain: store -> a batch for the trainer
 
@@ -379,144 +350,197 @@ class FullyAsyncRolloutFn:
         """Collect one batch. Where that fails or is cancelled, every group it had taken is given back."""
         self._ensure_started()
         rollout_id: int = getattr(input, "rollout_id", -1)
-        self._begin_call(rollout_id, getattr(input, "weight_version", None))
+        self._put_back(self._trainer.begin_call(rollout_id, getattr(input, "weight_version", None)))
+        self._prompts.ended = False  # ask again
+        self._look_again()
         report, self._unreported = self._unreported, DrainReport()
-        mine: list[DataBufferInput] = []  # the accepted groups and, last, the one being judged
+        mine: list[GroupKey] = []  # the accepted groups and, last, the one being judged
         try:
-            samples = await self._collect(rollout_id, mine, report)
+            batch = await self._collect(rollout_id, mine, report)
         except BaseException:
             self._put_back(mine)
             report.forget_ages()
             self._unreported = report
             raise
-        self._handed.add(rollout_id, Batch(mine, self.versions.serial))
-        self._admission.handed += len(mine)
-        report.add_trained(item.key for item in mine)
+        self._trainer.hand_over(rollout_id, mine)
+        report.add_trained(mine)
         report.warn_about_unknown_versions(self.config.max_weight_staleness)
-        return RolloutFnTrainOutput(samples=samples, metrics=self._metrics(report))
+        return RolloutFnTrainOutput(samples=batch, metrics=self._metrics(report))
 
-    def _begin_call(self, rollout_id: int, weight_version: VersionLabel | None) -> None:
-        if not self._acknowledges:
-            for earlier in self._handed.rollout_ids():
-                self._close_batch(earlier)
-        else:
-            self.give_back(rollout_id)  # it is asked for again: what was handed over for it was not trained on
-        self._admission.call_begins()
-        if weight_version is not None and (not self._version_told or self.versions.is_newer(weight_version)):
-            self._publish(weight_version)
-        self._admission.version_known = self._version_told or weight_version is not None
-        self._prompts.ended = False  # ask again
-        self._wake.set()
-
-    async def _collect(self, rollout_id: int, mine: list[DataBufferInput], report: DrainReport) -> list[list[Any]]:
-        """Fill `mine` and return the batch. From the last look at its staleness to the return there is no await."""
+    async def _collect(self, rollout_id: int, mine: list[GroupKey], report: DrainReport) -> list[list[Any]]:
+        """Fill `mine` and return its batch. From the last look at the groups' age to the return there is no await."""
         while True:
             while len(mine) < self.config.rollout_batch_size:
                 await asyncio.sleep(0)  # judging is synchronous: between two groups the others get their turn
                 item = await self._next_group(kept=len(mine))
                 if item is None:
                     break
-                self.ledger.drain(item.key, rollout_id)
-                mine.append(item)
-                if await self._accept(item, report):
-                    self._turned_down.clear()
+                key = item.entry
+                self.ledger.drain(key, rollout_id)
+                mine.append(key)
+                if await self._accept(key, report):
+                    self._refusals.one_was_kept()
                 else:
                     mine.pop()
-                    self._count_refusals()
+                    self._refusals.require_budget()
             if not mine:
-                raise EndOfData(
-                    f"{self._prompts.end_message}: the data has ended, and no group is in flight or queued any more"
-                )
-            batch = self._to_batch(mine)
-            if self._remove_outdated(mine, report) == 0:
+                raise EndOfData(f"{self._prompts.end_message}: no group is in flight or queued any more")
+            batch = await self._to_batch(mine)
+            if not self._remove_outdated(mine, report):
                 return batch
+
+    async def _accept(self, key: GroupKey, report: DrainReport) -> bool:
+        """Whether the group belongs in the batch; if not, it has been recycled or dropped, and counted."""
+        assert key.group is not None
+        if key.aborted:
+            report.count_recycled(RecycleReason.ABORTED, self._refusals.unused(key, RecycleReason.ABORTED))
+            return False
+        if not self._is_fresh(key, await self._current_version(), report):
+            return False
+        verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
+        if not verdict.keep:
+            report.drops.on_dynamic_filter_drop(verdict.reason)
+            self._refusals.filtered(key, verdict.reason)
+            return False
+        require_members(key.prompt_group, key.group, self.config.n_samples_per_prompt)
+        return True
+
+    async def _current_version(self) -> VersionLabel | None:
+        """The trainer's own, where it is known. The engines are asked only where it is missing and a limit needs it."""
+        if self._trainer.version_known or self.config.max_weight_staleness is None:
+            return self._trainer.version
+        return await self._weight_version.get(self.args)
+
+    def _is_fresh(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> bool:
+        """Whether the group is within the limit; if not, it has been recycled or dropped. None is measured where
+        neither a version nor a limit is known."""
+        if current is None and self.config.max_weight_staleness is None:
+            return True
+        assert key.group is not None
+        if self._gauge.is_fresh(key, group_oldest_weight_version(key.group), current, report):
+            return True
+        report.count_recycled(RecycleReason.STALE, self._refusals.unused(key, RecycleReason.STALE))
+        return False
+
+    def _remove_outdated(self, mine: list[GroupKey], report: DrainReport) -> bool:
+        """Measure again what was measured against an older version than the trainer's; whether some had to go."""
+        if not self._trainer.version_known or all(self._gauge.is_up_to_date(key) for key in mine):
+            return False
+        before = len(mine)
+        for key in list(mine):
+            if not self._gauge.is_up_to_date(key) and not self._is_fresh(key, self._trainer.version, report):
+                mine.remove(key)
+        return len(mine) < before
+
+    async def _to_batch(self, keys: list[GroupKey]) -> list[list[Any]]:
+        """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
+        batch = sorted_batch(key.group for key in keys if key.group is not None)
+        if self._sample_filter is not None:
+            shape = [len(group) for group in batch]
+            with UserCode("sample filter", self._sample_filter, f"a batch of {len(batch)} groups"):
+                await call_user(self._sample_filter, self.args, batch)
+            require_shape(batch, shape)
+        return batch
+
+    def _put_back(self, keys: list[GroupKey]) -> None:
+        """Groups that were taken and not used come first in the next drain, in their order."""
+        for key in keys:
+            self.ledger.queue(key)
+        self._returned.extendleft(DataBufferInput(key.prompt_group, key.group or [], key) for key in reversed(keys))
+
+    def _metrics(self, report: DrainReport) -> dict[str, Any]:
+        return {
+            **self._store.get_metrics(),
+            **self._window.metrics(
+                in_flight_samples=self._slots.used,
+                in_flight_bound=self.max_in_flight_samples,
+                queue_bytes=getattr(self._store, "size_bytes", 0),
+            ),
+            **report.metrics(queue_size=self.queue_size),
+        }
+
+    # ---- waiting for a finished group
 
     async def _next_group(self, kept: int = 0) -> DataBufferInput | None:
         """The oldest finished group; waits for one, and returns None where none will come because the data has ended.
         Raises as soon as the worker has ended, queued groups or not."""
         self._raise_if_worker_ended()
-        if self._returned:
-            return self._entered(self._returned.popleft())
         store = self._store
+        if self._returned:
+            return self._returned.popleft()
         if isinstance(store, DefaultDataBuffer) and store.qsize():
             return self._entered(store.get_nowait())
-        get_group: asyncio.Task[Any] = asyncio.create_task(
-            store.get(current_version=self.versions.current),  # type: ignore[arg-type]
-            name="fully-async next group",
-        )
-        item = None
+        getting = asyncio.ensure_future(store.get(current_version=self._trainer.version))
+        there = False
         try:
-            if await self._wait_for(get_group, kept):
-                item = get_group.result()
+            there = await self._wait_for(getting, kept)
         finally:
-            if item is None:
-                await self._abandon(get_group)
-        return None if item is None else self._entered(item)
+            if not there:
+                await self._abandon(getting)
+        return self._entered(getting.result()) if there else None
 
     def _entered(self, item: Any) -> DataBufferInput:
         """The item with its entry in the books, which a pair from somebody else's hand gets now."""
-        key = getattr(item, "key", None)
+        key: GroupKey | None = getattr(item, "key", None)
         if key is None:
             prompt_group, group = item
-            item = DataBufferInput(prompt_group, group, self._find_key(prompt_group) or self.ledger.enter(prompt_group))
-            take_stock(item.key, group)
-        elif key.owner is Owner.IN_FLIGHT:  # a custom store's `put` has not returned yet
+            key = None if isinstance(self._store, DefaultDataBuffer) else self.ledger.find(prompt_group)
+            if key is None:
+                key = self.ledger.enter(prompt_group)
+                take_stock(key, group)
+            item = DataBufferInput(prompt_group, group, key)
+        if key.owner is Owner.IN_FLIGHT:  # a custom store's `put` has not returned yet
             self.ledger.queue(key)
-        return item
+        return item  # type: ignore[no-any-return]
 
-    async def _abandon(self, get_group: asyncio.Task[Any]) -> None:
+    async def _abandon(self, getting: asyncio.Future[Any]) -> None:
         """End a wait for a group; one that it has got already must not go down with it."""
-        if get_group.cancel():  # a cancelled get leaves its group in the queue
-            await asyncio.wait({get_group})
-        if not get_group.cancelled() and get_group.exception() is None:
-            self._returned.append(get_group.result())
+        if getting.cancel():  # a cancelled get leaves its group in the queue
+            await asyncio.wait({getting})
+        if not getting.cancelled() and getting.exception() is None:
+            self._returned.append(self._entered(getting.result()))
 
-    async def _wait_for(self, get_group: asyncio.Task[Any], kept: int) -> bool:
+    async def _wait_for(self, getting: asyncio.Future[Any], kept: int) -> bool:
         """Until the group is there: true. False where the data has ended before."""
         assert self._worker is not None
         loop = asyncio.get_running_loop()
+        patience = Patience(loop.time(), warn_every=NO_PROGRESS_WARN_SECS, limit=self.config.no_progress_timeout)
         end_of_data: asyncio.Future[None] = loop.create_future()
         self._end_waiters.add(end_of_data)
-        self._notice_end_of_data()
-        since = warned = loop.time()
+        self._look_again()
         try:
             while True:
-                now = loop.time()
                 await asyncio.wait(
-                    {get_group, self._worker, end_of_data},
-                    timeout=self._until_next_look(now - since, now - warned),
+                    {getting, self._worker, end_of_data},
+                    timeout=patience.next_look(loop.time()),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 self._raise_if_worker_ended()
-                if get_group.done():
-                    return True
-                if end_of_data.done():
-                    return False
-                now = loop.time()
-                since = now if self._pauses else since  # nothing is expected while submission is paused
-                limit = self.config.no_progress_timeout
-                if limit is not None and now - since >= limit:
-                    raise no_progress(now - since, self._in_flight(), now)
-                if now - warned >= NO_PROGRESS_WARN_SECS:
-                    warned = now
-                    self._warn_no_progress(kept, waited=now - since)
+                if getting.done() or end_of_data.done():
+                    return getting.done()
+                self._look_at(patience, loop.time(), kept)
         finally:
             self._end_waiters.discard(end_of_data)
 
-    def _until_next_look(self, waited: float, since_warning: float) -> float:
-        """Seconds until the next warning or, where that is nearer, the end of patience."""
-        seconds = NO_PROGRESS_WARN_SECS - since_warning
-        if self.config.no_progress_timeout is not None:
-            seconds = min(seconds, self.config.no_progress_timeout - waited)
-        return max(0.0, seconds)
-
-    def _notice_end_of_data(self) -> None:
-        """Wake the calls that wait for a group where none can come any more."""
-        ledger = self.ledger
-        if self._prompts.ended and not ledger.in_flight and not ledger.queued:
-            for waiter in self._end_waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+    def _look_at(self, patience: Patience, now: float, kept: int) -> None:
+        if not self.submission_gate.is_open:
+            patience.renew(now)
+        in_flight = self.ledger.held_by(Owner.IN_FLIGHT)
+        if patience.is_over(now):
+            raise no_progress(patience.waited(now), in_flight, now)
+        if patience.should_warn(now):
+            logger.warning(
+                "no finished group for %.0f s: %d of %d groups kept, %d queued, %d of %d in flight%s",
+                patience.waited(now),
+                kept,
+                self.config.rollout_batch_size,
+                self.queue_size,
+                len(in_flight),
+                self.config.most_groups_in_flight,
+                f", the oldest for {now - in_flight[0].pulled_at:.0f} s: {describe(in_flight[0].prompt_group)}"
+                if in_flight
+                else "",
+            )
 
     def _raise_if_worker_ended(self) -> None:
         assert self._worker is not None
@@ -529,164 +553,6 @@ class FullyAsyncRolloutFn:
         if self._worker.cancelled():
             raise RuntimeError("the fully-async worker was cancelled, though nobody closed the rollout function")
         raise self._worker.exception() or RuntimeError("the fully-async worker returned, though it must never end")
-
-    def _in_flight(self) -> list[GroupKey]:
-        """Oldest first. Looks at every open group: for messages."""
-        return [key for key in self.ledger.open.values() if key.owner is Owner.IN_FLIGHT]
-
-    def _warn_no_progress(self, kept: int, waited: float) -> None:
-        oldest = next(iter(self._in_flight()), None)
-        now = asyncio.get_running_loop().time()
-        logger.warning(
-            "no finished group for %.0f s: %d of %d groups kept, %d queued, %d of %d in flight%s",
-            waited,
-            kept,
-            self.config.rollout_batch_size,
-            self.queue_size,
-            self.ledger.in_flight,
-            self.config.most_groups_in_flight,
-            f", the oldest for {now - oldest.pulled_at:.0f} s: {describe(oldest.prompt_group)}" if oldest else "",
-        )
-
-    # ---- judging
-
-    async def _accept(self, item: DataBufferInput, report: DrainReport) -> bool:
-        """Whether the group belongs in the batch; if not, it has been recycled or dropped, and counted."""
-        key = item.key
-        if key.aborted:
-            self._unused(key, RecycleReason.ABORTED, report)
-            return False
-        if not self._is_fresh(key, await self._current_version(), report):
-            self._unused(key, RecycleReason.STALE, report)
-            return False
-        verdict = call_dynamic_filter(self._dynamic_filter, self.args, item.group)
-        if not verdict.keep:  # not recycled: the worker has long replaced it
-            report.drops.on_dynamic_filter_drop(verdict.reason)
-            self._turned_down[verdict.reason or "filtered"] += 1
-            self._drop(key, DropReason.FILTERED)
-            return False
-        require_members(item, self.config.n_samples_per_prompt)
-        return True
-
-    async def _current_version(self) -> VersionLabel | None:
-        """The trainer's own, where it is known. The engines are asked only where it is missing and a limit needs it."""
-        if self._admission.version_known:
-            return self.versions.current
-        if self.config.max_weight_staleness is None:
-            return None
-        return await self._weight_version.get(self.args)
-
-    def _is_fresh(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> bool:
-        """Measure the group; whether it is within the limit. Where its age cannot be told it is, and is counted."""
-        limit = self.config.max_weight_staleness
-        if current is None and limit is None:
-            return True
-        assert key.group is not None
-        if self.config.strict_weight_versions:
-            require_known(key, self.versions, current)
-        key.staleness = staleness_of(key, group_oldest_weight_version(key.group), self.versions, current)
-        key.measured_serial = self.versions.serial
-        report.add_measured(key.staleness, unknown_samples(key, self.versions, current))
-        return limit is None or key.staleness is None or key.staleness <= limit
-
-    def _remove_outdated(self, mine: list[DataBufferInput], report: DrainReport) -> int:
-        """Measure again what was measured against an older version, and recycle what has become too old meanwhile."""
-        serial = self.versions.serial
-        if not self._admission.version_known or all(item.key.measured_serial == serial for item in mine):
-            return 0
-        kept = [
-            item
-            for item in mine
-            if item.key.measured_serial == serial or self._is_fresh(item.key, self.versions.current, report)
-        ]
-        outdated = [item for item in mine if item not in kept]
-        for item in outdated:
-            self._unused(item.key, RecycleReason.STALE, report)
-            mine.remove(item)
-        return len(outdated)
-
-    def _count_refusals(self) -> None:
-        batches = self.config.max_empty_batches
-        if batches is not None and self._turned_down.total() >= batches * self.config.rollout_batch_size:
-            raise nothing_gets_through(batches, self._turned_down)
-
-    def _to_batch(self, finished: list[DataBufferInput]) -> list[list[Any]]:
-        """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
-        batch = sorted_batch(finished)
-        if self._sample_filter is not None:
-            shape = [len(group) for group in batch]
-            self._sample_filter(self.args, batch)
-            if [len(group) for group in batch] != shape:
-                raise ValueError(
-                    f"--rollout-sample-filter-path: the filter changed the batch from {len(shape)} groups to "
-                    f"{len(batch)}, or the number of samples in a group; it must mark samples "
-                    "(sample.remove_sample = True) and leave the lists as they are"
-                )
-        return batch
-
-    def _metrics(self, report: DrainReport) -> dict[str, Any]:
-        return {
-            **self._store.get_metrics(),
-            **self._window.metrics(
-                in_flight_samples=self.in_flight_samples,
-                in_flight_bound=self.max_in_flight_samples,
-                queue_bytes=self.queue_bytes,
-            ),
-            **report.metrics(queue_size=self.queue_size),
-        }
-
-    # ---- transitions
-
-    def _unused(self, key: GroupKey, reason: RecycleReason, report: DrainReport | None = None) -> None:
-        """The group starts over, or is dropped: by the flag, or because it has started over often enough."""
-        self._turned_down[reason.value] += 1
-        if self.config.async_unused_samples_handler == "drop":
-            self._drop(key, DropReason(reason.value))
-        elif retries_of(key.prompt_group) >= self.config.async_max_group_retries:
-            self._drop(key, DropReason.MAX_RETRIES)
-        else:
-            self._prompts.take_back(key.prompt_group)
-            self.ledger.recycle(key, reason)
-            if report is not None:
-                report.recycled[reason] += 1
-            self._wake.set()
-
-    def _drop(self, key: GroupKey, reason: DropReason) -> None:
-        self.ledger.drop(key, reason)
-        self._wake.set()
-        self._notice_end_of_data()
-
-    def _unused_by_store(self, prompt_group: PromptGroup) -> None:
-        key = self._find_key(prompt_group)
-        if key is not None:
-            self._unused(key, RecycleReason.UNUSED)
-
-    def _dropped_by_store(self, prompt_group: PromptGroup) -> None:
-        key = self._find_key(prompt_group)
-        if key is not None:
-            self._drop(key, DropReason.FILTERED)
-
-    def _find_key(self, prompt_group: PromptGroup) -> GroupKey | None:
-        """Looks at every open group: for custom stores."""
-        return next((key for key in self.ledger.open.values() if key.prompt_group is prompt_group), None)
-
-    def _put_back(self, items: list[DataBufferInput]) -> None:
-        for item in items:
-            self.ledger.queue(item.key)
-        self._returned.extendleft(reversed(items))
-
-    def _close_batch(self, rollout_id: int) -> int:
-        batch = self._handed.take(rollout_id)
-        if batch is None:
-            return 0
-        for item in batch.items:
-            self.ledger.train(item.key)
-        return len(batch.items)
-
-    def _publish(self, version: VersionLabel) -> None:
-        if self.versions.publish(version):
-            self._admission.version_changes()
-            self._wake.set()
 
 
 class _CachedWeightVersion(CachedWeightVersion):

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import miles.rollout.fully_async_rollout as module
-from miles.sim.virtual_loop import settle, virtual
 from miles.utils.types import Sample
 from tests.fast.fakes import FakeDataSource, GatedGeneration, answer, finished, group_indexes
 from tests.fast.rollout.fully_async_setup import build, fed_by_hand, running, train
+from tests.fast.virtual_time import settle, virtual
 
 
 async def start_drain(fn: module.FullyAsyncRolloutFn, rollout_id: int = 0) -> asyncio.Task[Any]:

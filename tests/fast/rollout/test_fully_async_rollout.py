@@ -17,7 +17,6 @@ from miles.rollout.base_types import (
 )
 from miles.rollout.filter_hub.base_types import DynamicFilterOutput
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState
-from miles.sim.virtual_loop import settle, virtual
 from miles.utils.misc import function_registry
 from miles.utils.types import Sample
 from tests.fast.fakes import (
@@ -31,6 +30,7 @@ from tests.fast.fakes import (
     rollout_args,
 )
 from tests.fast.rollout.fully_async_setup import build, fed_by_hand, running, train
+from tests.fast.virtual_time import settle, virtual
 
 ABORTED, COMPLETED = Sample.Status.ABORTED, Sample.Status.COMPLETED
 PREFIX = "rollout/fully_async/"

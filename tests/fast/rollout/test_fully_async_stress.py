@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from miles.sim.virtual_loop import run_virtual, settle
+from miles.rollout._fully_async_ledger import Owner
 from miles.utils.types import Sample
 from tests.fast.fakes import FakeDataSource, answer, group_indexes
 from tests.fast.rollout.fully_async_setup import build, train
+from tests.fast.virtual_time import run_virtual, settle
 
 if TYPE_CHECKING:
     from miles.rollout.fully_async_rollout import FullyAsyncRolloutFn
@@ -89,7 +90,7 @@ class Schedule:
 
     def check_books(self, fn: FullyAsyncRolloutFn) -> None:
         waiting = [pair[0] for pair in (*fn._returned, *(fn._output._queue if fn._output else ()))]
-        in_flight = [key.prompt_group for key in fn._in_flight()]
+        in_flight = [key.prompt_group for key in fn.ledger.held_by(Owner.IN_FLIGHT)]
         places = self.trained + self.dropped + _count(self.source.added) + _count(waiting) + _count(in_flight)
         assert places == _count(self.source.pulled)
         assert max(self.trained.values(), default=0) <= 1

@@ -12,8 +12,8 @@ import pytest
 
 import miles.rollout.fully_async_rollout as module
 from miles.rollout._weight_version import http_status, parse_weight_version
-from miles.sim.virtual_loop import virtual
 from tests.fast.fakes import rollout_args
+from tests.fast.virtual_time import virtual
 
 ARGS = rollout_args(sglang_router_ip="10.0.0.1", sglang_router_port=3000)
 ROUTER = "http://10.0.0.1:3000"
