@@ -53,6 +53,13 @@ def test_a_request_that_crosses_an_update_has_tokens_of_both_versions(launcher: 
 
 
 def test_mode_abort_recycles_the_groups_that_an_update_meets_in_flight(launcher: Launcher) -> None:
-    run = launcher.run("--pause-generation-mode", "abort", *LONG_ANSWERS)
+    run = launcher.run("--pause-generation-mode", "abort", "--sample-max-retries", "0", *LONG_ANSWERS)
     assert run.sum_of("rollout/fully_async/aborted_groups_recycled") > 0
+    assert max(step["rollout/weight_version/mixed_version_ratio"] for step in run.steps()) == 0
+
+
+def test_mode_abort_replaces_the_samples_that_an_update_meets_in_flight_alone(launcher: Launcher) -> None:
+    run = launcher.run("--pause-generation-mode", "abort", *LONG_ANSWERS)
+    assert run.sum_of("rollout/fully_async/aborted_groups_recycled") == 0
+    assert "is generated again: aborted" in (run.run_dir / "logs" / "rollout_manager.log").read_text()
     assert max(step["rollout/weight_version/mixed_version_ratio"] for step in run.steps()) == 0
