@@ -74,6 +74,8 @@ class TrainingProcess:
         self.faults, self.trace = around.faults, around.trace
         self.save = save
         self.step = save.step
+        self._early: asyncio.Task[list[list[Any]]] | None = None
+        self._batch_version = 0  # the version at which the last batch was handed over
         dataset = MemoryDataset(self.schedule.prompts, self.schedule.seed)
         self.source = SimulatedDataSource(around.args, dataset, around.faults, around.observer)
         self.fn = heart.FullyAsyncRolloutFn(RolloutFnConstructorInput(around.args, self.source))
@@ -113,6 +115,9 @@ class TrainingProcess:
         self.trace.add(f"process {ending.value}")
         if ending is not Ending.FINISHED:
             self.source.observer = None
+            if self._early is not None:
+                self._early.cancel()
+                await asyncio.gather(self._early, return_exceptions=True)
             self.fn.observers.clear()
         await self.fn.close()
         await self.fn.close()
@@ -121,7 +126,8 @@ class TrainingProcess:
 
     async def _one_step(self) -> None:
         step = self.step
-        batch = await self._drain(step)
+        batch = await self._early_batch(step)
+        batch = await self._drain(step) if batch is None else batch
         if not await self._train(batch, step):
             return
         self._acknowledge(step)
@@ -129,8 +135,23 @@ class TrainingProcess:
         if self.schedule.acknowledges and self.step % self.schedule.save_interval == 0:
             self._save()
         if self.step % self.schedule.update_interval == 0:
+            if self.schedule.drains_early and self.schedule.acknowledges and self.step < self.schedule.steps:
+                self._early = asyncio.create_task(self._drain(self.step), name="early drain")
+                await asyncio.sleep(0.05)
             await self._update_weights()
         await self._evaluate_if_due(step)
+
+    async def _early_batch(self, step: int) -> list[list[Any]] | None:
+        """The batch of the drain that was begun before the weights were updated, unless it was ready before that: then
+        it goes back, because nobody has measured it against the new version."""
+        if self._early is None:
+            return None
+        task, self._early = self._early, None
+        batch = await task
+        if self._batch_version == self.engines.versions.current:
+            return batch
+        self.trace.add("early batch back", step, self.fn.give_back(step))
+        return None
 
     # ---- its parts
 
@@ -169,6 +190,7 @@ class TrainingProcess:
                 f"the drain of step {step} hands over a batch, though before it began {errors_before[0]!r}"
             )
         self.trace.add("batch", step)
+        self._batch_version = self.engines.versions.current
         return output.samples
 
     def _require_expected(self, error: BaseException) -> None:
@@ -204,6 +226,8 @@ class TrainingProcess:
         trained = self.fn.acknowledge(step)
         if trained != self.schedule.rollout_batch_size or self.fn.acknowledge(step) != 0:
             self.trace.violate(f"acknowledge({step}) says {trained} groups")
+        if self.fn.give_back(step) != 0:
+            self.trace.violate(f"the batch of step {step} can be given back after it was acknowledged")
 
     def _save(self) -> None:
         state = json.dumps(self.fn.snapshot())

@@ -127,6 +127,7 @@ class Schedule:
     group_rm: bool = False
     sync_reward: bool = False
     acknowledges: bool = True
+    drains_early: bool = False
     engines: int = 1
     pause_mode: str = "retract"
     first_version: int = 0
@@ -177,6 +178,7 @@ def _from_random(seed: int, rng: random.Random) -> Schedule:
         group_rm=rng.random() < 0.15,
         sync_reward=rng.random() < 0.2,
         acknowledges=rng.random() < 0.9,
+        drains_early=rng.random() < 0.3,
         engines=rng.randint(1, 3),
         pause_mode=rng.choice(["abort", "retract", "in_place"]),
         first_version=rng.choice([0, 0, 7, 98]),
