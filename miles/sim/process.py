@@ -32,6 +32,8 @@ DRAIN_SECONDS = 2000.0
 """No batch may take longer, whatever goes wrong."""
 
 EVAL_SECONDS = 2.0
+WEATHER = "weather"
+"""The name of the one task that outlives a process."""
 
 
 class Ending(Enum):
@@ -120,6 +122,11 @@ class TrainingProcess:
                 await asyncio.gather(self._early, return_exceptions=True)
             self.fn.observers.clear()
         await self.fn.close()
+        left = [
+            t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task() and t.get_name() != WEATHER
+        ]
+        if left:
+            self.trace.violate(f"tasks are left behind by close(): {sorted(left)}")
         await self.fn.close()
         if self.engines.running:
             self.trace.violate(f"{self.engines.running} samples are still being generated after close()")

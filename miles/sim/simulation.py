@@ -21,7 +21,7 @@ from miles.sim.faults import FaultBook
 from miles.sim.invariants import Invariants
 from miles.sim.observer import Books, Observer
 from miles.sim.plugins import Plugins
-from miles.sim.process import Crash, Ending, Save, Surroundings, TrainingProcess
+from miles.sim.process import WEATHER, Crash, Ending, Save, Surroundings, TrainingProcess
 from miles.sim.schedule import FaultKind, Schedule
 from miles.sim.trace import Trace
 from miles.sim.virtual_loop import VirtualTimeLoop
@@ -126,7 +126,7 @@ class Simulation:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
-        weather = asyncio.create_task(self.engines.suffer(), name="weather")
+        weather = asyncio.create_task(self.engines.suffer(), name=WEATHER)
         save, ending = Save(0, 0, None, Books()), Ending.KILLED
         kills = sorted(f.at for f in self.faults.timed if f.kind is FaultKind.KILL)
         while ending is not Ending.FINISHED:
