@@ -23,7 +23,7 @@ from miles.sim.observer import Books, Observer
 from miles.sim.plugins import Plugins
 from miles.sim.process import WEATHER, Crash, Ending, Save, Surroundings, TrainingProcess
 from miles.sim.schedule import FaultKind, Schedule
-from miles.sim.trace import Trace
+from miles.sim.trace import Trace, Violation
 from miles.sim.virtual_loop import VirtualTimeLoop
 from miles.utils.misc import function_registry
 from miles.utils.user_calls import InlineUserCalls, use_user_calls
@@ -31,6 +31,7 @@ from miles.utils.user_calls import InlineUserCalls, use_user_calls
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterator
+    from typing import Any
 
 QUEUE_GROUPS = 12
 """What `--async-data-buffer-capacity-factor` unset means here: small enough to be reached."""
@@ -64,6 +65,7 @@ def simulate(schedule: Schedule) -> Report:
     with ExitStack() as stack:
         stack.enter_context(_seams(simulation))
         loop = VirtualTimeLoop()
+        loop.set_exception_handler(simulation.on_lost_error)
         asyncio.set_event_loop(loop)
         try:
             loop.run_until_complete(simulation.run())
@@ -122,6 +124,12 @@ class Simulation:
         self.engines.report_fatal = self.observer.fatal
         self.plugins = Plugins(schedule, self.faults, self.observer)
         self.around = Surroundings(schedule, rollout_args(schedule), self.engines, self.faults, self.observer, trace)
+
+    def on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error that nobody awaits. In a callback it is lost; that of a task ends with the run that has failed."""
+        error = context.get("exception")
+        if "handle" in context and error is not None and self.trace.violation is None:
+            self.trace.violation = Violation(f"an error in a callback: {error!r}")
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()

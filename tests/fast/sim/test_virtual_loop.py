@@ -43,8 +43,8 @@ def test_spinning_without_time_is_noticed(monkeypatch):
     monkeypatch.setattr(virtual_loop, "ROUNDS_WITHOUT_TIME", 1000)
 
     async def main():
-        while True:
-            await asyncio.sleep(0)  # noqa: ASYNC110 - spinning is the point
+        while True:  # noqa: ASYNC110 - spinning is the point
+            await asyncio.sleep(0)
 
     with pytest.raises(Stuck, match="spins"):
         run_virtual(main())
