@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from miles.ray.preflight import preflight
 from miles.utils.arguments import parse_or_exit, validate_for_sync_driver
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ async def train(args: Namespace) -> None:
 
 
 def main() -> int:
-    args = parse_or_exit(validate_for_sync_driver)
+    args = parse_or_exit(validate_for_sync_driver, preflight=preflight)
 
     from miles.ray.driver import run_driver
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray._private import worker as ray_worker
 
+from miles.rollout.eval_flags import eval_way
 from miles.utils.arguments import check_runtime_env
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class RayCluster:
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
-        self._num_actors = num_trainers(args) + num_engines(args) + 1  # and the rollout manager
+        self._num_actors = num_trainers(args) + num_engines(args) + num_eval_gpus(args) + num_managers(args)
         self._temp_dir: str | None = None
 
     def connect(self) -> None:
@@ -83,6 +84,20 @@ def runtime_env() -> dict[str, dict[str, str]]:
 
 def num_engines(args: Namespace) -> int:
     return int(args.rollout_num_gpus) // int(args.rollout_num_gpus_per_engine)
+
+
+def num_eval_gpus(args: Namespace) -> int:
+    """GPUs (or processes where there is none) of the engines that only evaluate."""
+    return int(getattr(args, "eval_num_gpus", 0))
+
+
+def num_eval_engines(args: Namespace) -> int:
+    return num_eval_gpus(args) // int(getattr(args, "eval_num_gpus_per_engine", 1))
+
+
+def num_managers(args: Namespace) -> int:
+    """The actors that hold no GPU: the rollout manager, and the evaluation manager where snapshots are evaluated."""
+    return 2 if eval_way(args).uses_snapshots else 1
 
 
 def num_trainers(args: Namespace) -> int:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from miles.ray.run import RunFailed, StopRequested
 from miles.ray.supervisor import original_error
-from miles.rollout.prompt_data import check_prompt_data
 from miles.utils.console import print_error, print_summary
 from miles.utils.logging_utils import configure_logging
 from miles.utils.run_report import format_summary, write_report
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 130
 
 
@@ -29,11 +27,6 @@ def run_driver(train: Callable[[Namespace], Awaitable[None]], args: Namespace) -
     """Run `train(args)` to its end and return the exit code; tells the user how it ended, in one message."""
     log = Path(args.run_dir) / "logs" / "driver.log"
     configure_logging(file=log, console_level=logging.WARNING)
-    try:
-        check_prompt_data(args)
-    except ValueError as error:
-        print_error(str(error))
-        return EXIT_BAD_INPUT
     try:
         asyncio.run(_as_coroutine(train(args)))
     except StopRequested:
@@ -48,7 +41,11 @@ def run_driver(train: Callable[[Namespace], Awaitable[None]], args: Namespace) -
         print_error(f"{type(cause).__name__}: {cause}\n    the traceback is in {log}{_how_to_resume(args)}")
         logger.info("the run failed", exc_info=error)
         return EXIT_FAILED
-    print_summary(format_summary(write_report(args.run_dir)))
+    try:
+        print_summary(format_summary(write_report(args.run_dir)))
+    except ValueError as error:  # no step was logged
+        logger.info("no report: %s", error)
+        print_summary("there was no rollout left to train on (--num-rollout, and what --load has already done)")
     return 0
 
 

@@ -98,6 +98,15 @@ class DefaultDataBuffer:
     def qsize(self) -> int:
         return 0 if self.queue is None else self.queue.qsize()
 
+    def put_at_once(self, item: DataBufferInput) -> bool:
+        """`put` where that need not wait; else nothing happens."""
+        queue = self.queue
+        if queue is None or self.capacity_bytes is not None or queue.full():
+            return False
+        queue.put_nowait(item)
+        self.size_bytes += item.entry.size_bytes
+        return True
+
     async def put(self, item: DataBufferInput) -> None:
         size = 0 if item.key is None else item.key.size_bytes
         if self.capacity_bytes is not None:
@@ -129,4 +138,5 @@ class DefaultDataBuffer:
 
     def _shrink(self, size: int) -> None:
         self.size_bytes -= size
-        self._shrunk.set()
+        if self.capacity_bytes is not None:
+            self._shrunk.set()

@@ -21,10 +21,9 @@ PromptGroup = list[Sample]
 Group = list[Sample | list[Sample]]
 
 _NESTED = (list, tuple)
-_BYTES_PER_TOKEN = 40  # an int object and the pointer to it
-_BYTES_PER_LOG_PROB = 32  # a float object and the pointer to it
-_BYTES_PER_CHARACTER = 2  # texts are mostly ASCII (1), sometimes not (2 or 4)
 _BYTES_PER_SAMPLE = 2048  # the object, its dictionary and its small fields
+_BYTES_PER_PROMPT_TOKEN = 48  # an int object, the pointer to it, and its text
+_BYTES_PER_RESPONSE_TOKEN = 80  # the same, and a float object with its pointer
 _ABORTED = Sample.Status.ABORTED
 
 
@@ -56,40 +55,43 @@ def group_oldest_weight_version(group: Sequence[object]) -> int | None:
 def samples_of(group: Sequence[Any]) -> Sequence[Sample]:
     """Every sample of the group in order, at any nesting: the group itself where it is flat."""
     for member in group:
-        if isinstance(member, _NESTED):
+        if member.__class__ is not Sample and isinstance(member, _NESTED):
             return list(_iter_samples(group))
     return group
 
 
 def take_stock(key: GroupKey, group: Group) -> None:
-    """Note in the books what generation made of the group. One pass; nothing is copied.
+    """Note in the books what generation made of the group: one quick pass over its samples.
 
-    `size_bytes` is an estimate from lengths alone: token ids, log-probabilities, texts, arrays by their `nbytes`.
+    `size_bytes` is an estimate. Siblings share their prompt, so the first sample tells its length; each response token
+    costs its id, its log-probability and its text; arrays (routed experts) count as many times as there are samples.
     """
-    tokens = size = unversioned = 0
+    tokens = unversioned = 0
     aborted = False
+    labels: list[str] | None = None
     versions: set[Any] = set()
     samples = samples_of(group)
     for sample in samples:
+        tokens += sample.response_length
         if sample.status is _ABORTED:
             aborted = True
-        tokens += sample.response_length
-        if sample.weight_versions:
-            versions.update(sample.weight_versions)
-        else:
+        if sample.weight_versions != labels:  # siblings mostly have the same
+            labels = sample.weight_versions
+            versions.update(labels)
+        if not labels:
             unversioned += 1
-        size += _BYTES_PER_TOKEN * len(sample.tokens) + _BYTES_PER_CHARACTER * len(sample.response)
-        if sample.rollout_log_probs is not None:
-            size += _BYTES_PER_LOG_PROB * len(sample.rollout_log_probs)
-        if sample.rollout_routed_experts is not None:
-            size += getattr(sample.rollout_routed_experts, "nbytes", 0)
     key.group = group
     key.samples = len(samples)
     key.tokens = tokens
     key.aborted = aborted
     key.versions = tuple(versions)
     key.unversioned = unversioned
-    key.size_bytes = size + _BYTES_PER_SAMPLE * len(samples)
+    if samples:
+        first = samples[0]
+        each = _BYTES_PER_SAMPLE + _BYTES_PER_PROMPT_TOKEN * max(0, len(first.tokens) - first.response_length)
+        if first.rollout_routed_experts is not None:
+            each += getattr(first.rollout_routed_experts, "nbytes", 0)
+        key.size_bytes = each * len(samples) + _BYTES_PER_RESPONSE_TOKEN * tokens
 
 
 def describe(prompt_group: PromptGroup) -> str:

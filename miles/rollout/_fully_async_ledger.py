@@ -15,7 +15,6 @@ dropped is forgotten: only counts are left of it.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,9 +61,12 @@ class LedgerError(AssertionError):
     """The rollout has lost or doubled a group: a fault of this project, never of its user."""
 
 
-@dataclass(slots=True, eq=False)
 class GroupKey:
-    """One pull of one prompt group, from there to its end. Times are loop time in seconds."""
+    """One pull of one prompt group, from there to its end. Times are loop time in seconds.
+
+    An ordinary class whose defaults are class attributes: one is made for each group, and most of its fields are set
+    later.
+    """
 
     number: int
     """Counts pulls from 0."""
@@ -99,10 +101,13 @@ class GroupKey:
     measured_serial: int | None = None
     """Which of the trainer's versions that was (`WeightVersions.serial`)."""
 
-    finished_age: int | None = None
-    """Versions that it lagged behind when it was finished."""
-
     aborted: bool = False
+
+    def __init__(self, number: int, prompt_group: PromptGroup, owner: Owner, pulled_at: float) -> None:
+        self.number = number
+        self.prompt_group = prompt_group
+        self.owner = owner
+        self.pulled_at = pulled_at
 
     @property
     def group_index(self) -> int | None:
@@ -262,7 +267,7 @@ class GroupLedger:
         """Raise LedgerError where the books do not balance."""
         held = self.in_flight + self.queued + self.drained
         if self.pulled != held + self.trained + self.recycled + self.dropped or held != len(self.open):
-            raise LedgerError(f"the books do not balance: {self}")
+            raise self._imbalance()
 
     def held_by(self, owner: Owner) -> list[GroupKey]:
         """The open groups of this owner, in the order of their pulls. Looks at every open one."""
@@ -301,11 +306,16 @@ class GroupLedger:
         self.wasted_tokens[reason] += key.tokens
 
     def _after(self, key: GroupKey, old: Owner | None, reason: str | None = None) -> None:
-        self.check()
+        held = self.in_flight + self.queued + self.drained  # `check`, without a call of its own
+        if self.pulled != held + self.trained + self.recycled + self.dropped or held != len(self.open):
+            raise self._imbalance()
         if self.observers:
             now = self.clock()
             for observer in self.observers:
                 observer.on_transition(key, key.group_index, old, key.owner, reason, now)
+
+    def _imbalance(self) -> LedgerError:
+        return LedgerError(f"the books do not balance: {self}")
 
     def _illegal(self, key: GroupKey, new: Owner) -> LedgerError:
         return LedgerError(

@@ -66,10 +66,9 @@ class DrainReport:
         """A group was turned down; `recycled`: it starts over, else it was dropped."""
         self.recycled[reason] += recycled
 
-    def add_measured(self, staleness: int | None, unknown_samples: int) -> None:
-        """A group's age was wanted; `staleness` None: it could not be told."""
+    def add_measured(self, staleness: int | None) -> None:
+        """A group's age was wanted; None: it could not be told."""
         self.unknown_version_groups = (self.unknown_version_groups or 0) + (staleness is None)
-        self.unknown_version_samples += unknown_samples
         if staleness is not None:
             self.measured.add(staleness)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles.rollout._fully_async_groups import describe, samples_of
@@ -12,68 +13,69 @@ if TYPE_CHECKING:
     from miles.rollout._fully_async_versions import VersionLabel, WeightVersions
 
 
+@dataclass(frozen=True)
+class _Age:
+    staleness: int | None
+    all_known: bool
+
+
+_MOST_CACHED = 1024
+
+
 class StalenessGauge:
-    """Measures groups against a current version: the trainer's, or what the engines report."""
+    """Measures groups against a current version: the trainer's, or what the engines report.
+
+    Most groups carry one of a few sets of versions, so their ages are kept until the current version changes.
+    """
 
     def __init__(self, versions: WeightVersions, *, limit: int | None, strict: bool) -> None:
         self._versions = versions
         self._limit = limit
         self._strict = strict
+        self._ages: dict[tuple[int | str, ...], _Age] = {}
+        self._ages_against: tuple[VersionLabel, int] | None = None
 
-    def is_fresh(
-        self, key: GroupKey, oldest_number: int | None, current: VersionLabel | None, report: DrainReport
-    ) -> bool:
+    def is_fresh(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> bool:
         """Measure the group; whether it is within the limit. Where its age cannot be told it is, and is counted.
 
-        `oldest_number`: the group's oldest numeric version. A group that is newer than `current` is fresh (0): the
-        weights moved on after that was taken. Raises ValueError naming a sample of unknown age where that is wanted.
+        A group that is newer than `current` is fresh (0): the weights moved on after that was taken. Raises ValueError
+        naming a sample of unknown age where that is wanted.
         """
-        if self._strict:
-            self._require_known(key, current)
-        key.staleness = self._staleness(key, oldest_number, current)
+        age = self._age(key.versions, current)
+        key.staleness = staleness = age.staleness
         key.measured_serial = self._versions.serial
-        report.add_measured(key.staleness, self._unknown_samples(key, current))
-        return self._limit is None or key.staleness is None or key.staleness <= self._limit
+        if key.unversioned or not age.all_known:
+            self._note_unknown(key, current, report)
+        report.add_measured(staleness)
+        return self._limit is None or staleness is None or staleness <= self._limit
 
     def is_up_to_date(self, key: GroupKey) -> bool:
         """Whether the trainer's version is the one that the group was measured against."""
         return key.measured_serial == self._versions.serial
 
-    def _staleness(self, key: GroupKey, oldest_number: int | None, current: VersionLabel | None) -> int | None:
+    def _age(self, labels: tuple[int | str, ...], current: VersionLabel | None) -> _Age:
         if current is None:
-            return None
-        numeric = None if oldest_number is None else self._versions.age(oldest_number, current)
-        if numeric is not None and len(key.versions) == 1:
-            return numeric
-        other = self._versions.oldest_age(key.versions, current)
-        return numeric if other is None else max(other, numeric or 0)
+            return _Age(None, all_known=False)
+        against = (current, self._versions.serial)
+        if against != self._ages_against or len(self._ages) > _MOST_CACHED:
+            self._ages, self._ages_against = {}, against
+        age = self._ages.get(labels)
+        if age is None:
+            ages = [self._versions.age(label, current) for label in labels]
+            known = [a for a in ages if a is not None]
+            age = self._ages[labels] = _Age(max(known, default=None), all_known=len(known) == len(ages))
+        return age
 
-    def _unknown_samples(self, key: GroupKey, current: VersionLabel | None) -> int:
-        """Samples that carry no version, or one whose age cannot be told."""
-        if not key.unversioned and self._all_known(key.versions, current):
-            return 0
-        assert key.group is not None
-        return sum(
-            not sample.weight_versions or not self._all_known(sample.weight_versions, current)
-            for sample in samples_of(key.group)
-        )
-
-    def _require_known(self, key: GroupKey, current: VersionLabel | None) -> None:
-        where = describe(key.prompt_group)
-        if current is None:
-            raise ValueError(f"--strict-weight-versions: the current weight version is not known, to judge {where}")
-        if not key.unversioned and self._all_known(key.versions, current):
-            return
+    def _note_unknown(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> None:
+        """Count the samples that carry no version, or one whose age cannot be told; or raise for the first of them."""
         assert key.group is not None
         for sample in samples_of(key.group):
-            if not sample.weight_versions:
-                raise ValueError(f"--strict-weight-versions: sample {sample.index} of {where} has no weight version")
-            if not self._all_known(sample.weight_versions, current):
+            labels = sample.weight_versions
+            if labels and self._age(tuple(labels), current).all_known:
+                continue
+            report.unknown_version_samples += 1
+            if self._strict:
                 raise ValueError(
-                    f"--strict-weight-versions: sample {sample.index} of {where} has the weight versions "
-                    f"{sample.weight_versions}, of which the trainer has not published all; its current one is "
-                    f"{current!r}"
+                    f"--strict-weight-versions: sample {sample.index} of {describe(key.prompt_group)} has the weight "
+                    f"versions {labels}; the trainer's current one is {current!r}, and it must have published them all"
                 )
-
-    def _all_known(self, labels: list[str] | tuple[int | str, ...], current: VersionLabel | None) -> bool:
-        return current is not None and all(self._versions.age(label, current) is not None for label in labels)

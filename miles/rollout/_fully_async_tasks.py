@@ -20,14 +20,13 @@ class GroupTasks:
     """The groups in generation: one task each, in the order of submission.
 
     `failure` is the first error of a task, None as long as all is well; further ones are logged. A task that ends
-    cancelled although nobody stopped the tasks is a failure, too. `on_end` is called after a task has ended, whichever
-    way, and after a failure of it was noted.
+    cancelled although nobody stopped the tasks is a failure, too. `on_failure` is called after that was noted.
     """
 
-    def __init__(self, on_end: Callable[[GroupKey], None]) -> None:
+    def __init__(self, on_failure: Callable[[GroupKey], None]) -> None:
         self.failure: BaseException | None = None
         self.stopping = False  # from now on the tasks are being cancelled: how they end is no failure
-        self._on_end = on_end
+        self._on_failure = on_failure
         self._keys: dict[asyncio.Task[None], GroupKey] = {}
 
     def start(self, key: GroupKey, work: Coroutine[Any, Any, None]) -> None:
@@ -58,7 +57,7 @@ class GroupTasks:
         error = self._cancelled(task, key) if task.cancelled() else task.exception()
         if error is not None:
             self._keep(error, key)
-        self._on_end(key)
+            self._on_failure(key)
 
     def _keep(self, error: BaseException, key: GroupKey) -> None:
         if self.failure is None and not self.stopping:

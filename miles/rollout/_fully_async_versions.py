@@ -6,10 +6,7 @@ trainer published it; one that was never published has none, and so no age.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Any
 
 VersionLabel = int | str
 
@@ -67,11 +64,6 @@ class WeightVersions:
         since = self._published.get(_plain(label))
         until = None if against is None else self._published.get(_plain(against))
         return None if since is None or until is None else max(0, until - since)
-
-    def oldest_age(self, labels: Iterable[object], current: VersionLabel | None = None) -> int | None:
-        """The age of the oldest of the labels whose age can be told; None where there is none."""
-        ages = [age for label in labels if (age := self.age(label, current)) is not None]
-        return max(ages, default=None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"current": self.current, "published": list(self._published)}

@@ -49,6 +49,7 @@ _SECRET = re.compile("wandb_key|api_key|password")
 FLAG_MODULES = (
     "miles.rollout.flags",
     "miles.rollout.data_flags",
+    "miles.rollout.eval_flags",
     "miles.rollout.reward_flags",
     "miles.rollout.inference_rollout.flags",
     "miles.backends.training_utils.flags",
@@ -161,8 +162,8 @@ def validate_for_async_driver(args: Namespace) -> None:
     """What train_async.py cannot do."""
     if args.colocate:
         raise ValueError(
-            "--colocate is refused by train_async.py: rollout must go on while training runs. Instead: train.py, or "
-            "devices of their own for the engines"
+            "--colocate is refused by train_async.py: rollout must go on while training runs. Instead: devices of "
+            "their own for the engines (--rollout-num-gpus)"
         )
 
 
@@ -174,22 +175,24 @@ def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None, argv: l
 
     Raises ValueError, with one line for each mistake found together.
     """
-    return _parse(add_custom_arguments, argv, None)
+    return _parse(add_custom_arguments, argv)
 
 
 def parse_or_exit(
     driver_rules: Callable[[Namespace], None] | None = None,
     add_custom_arguments: Callable[[Any], Any] | None = None,
     argv: list[str] | None = None,
+    preflight: Callable[[Namespace], None] | None = None,
 ) -> Namespace:
     """`parse_args` for a driver: a mistake becomes one message on standard error and exit status 2.
 
     The run directory is made here, so that two runs that start together get two.
 
-    `driver_rules` is `validate_for_sync_driver` or `validate_for_async_driver`.
+    `driver_rules` is `validate_for_sync_driver` or `validate_for_async_driver`; `preflight` looks at what the valid
+    flags name (prompt files, packages), and --check-config does so too.
     """
     try:
-        args = _parse(add_custom_arguments, argv, driver_rules)
+        args = _parse(add_custom_arguments, argv, driver_rules, preflight)
         args.run_dir = make_run_dir(args.runs_dir)
     except ValueError as error:
         sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {error}\n")
@@ -200,7 +203,8 @@ def parse_or_exit(
 def _parse(
     add_custom_arguments: Callable[[Any], Any] | None,
     argv: list[str] | None,
-    driver_rules: Callable[[Namespace], None] | None,
+    driver_rules: Callable[[Namespace], None] | None = None,
+    preflight: Callable[[Namespace], None] | None = None,
 ) -> Namespace:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser(add_custom_arguments, argv)
@@ -208,6 +212,8 @@ def _parse(
     if args.custom_config_path:
         given |= apply_config_file(args, args.custom_config_path, parser)
     _validate(args, given, parser.plugin_flags, driver_rules)
+    if preflight is not None:
+        preflight(args)
     if args.check_config:
         sys.stdout.write(format_config(args))
         raise SystemExit(0)

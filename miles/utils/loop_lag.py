@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import selectors
 import sys
 import threading
 import traceback
@@ -131,7 +133,17 @@ class LoopLagWatch:
                 self._report(lag)
 
     def _report(self, lag: float) -> None:
-        frame = sys._current_frames().get(self._loop_thread_id)
+        frames = sys._current_frames()
+        frame = frames.get(self._loop_thread_id)
+        if frame is not None and frame.f_code.co_filename == selectors.__file__:
+            logger.warning(
+                "the event loop has stood still for %.1f s (limit %g s) while it waited for events: its thread got "
+                "neither the interpreter nor a processor; other threads are in\n%s",
+                lag,
+                self.warn_secs,
+                _innermost(frames, leave_out=(self._loop_thread_id, threading.get_ident())),
+            )
+            return
         logger.warning(
             "the event loop has stood still for %.1f s (limit %g s) in %s; the code that holds it:\n%s",
             lag,
@@ -159,5 +171,17 @@ def _stack(frame: FrameType | None) -> str:
     """The innermost frames, without those of asyncio itself."""
     if frame is None:
         return "  (the thread has ended)"
-    frames = [f for f in traceback.extract_stack(frame) if "/asyncio/" not in f.filename]
+    noise = (os.path.dirname(asyncio.__file__), threading.__file__)
+    frames = [f for f in traceback.extract_stack(frame) if not f.filename.startswith(noise)]
     return "".join(traceback.format_list(frames[-MAX_FRAMES_SHOWN:])).rstrip()
+
+
+def _innermost(frames: dict[int, FrameType], leave_out: tuple[int, ...]) -> str:
+    """One line for each thread: where it is."""
+    lines = []
+    for thread in threading.enumerate():
+        if thread.ident in leave_out or (frame := frames.get(thread.ident or 0)) is None:
+            continue
+        code = frame.f_code
+        lines.append(f"  {thread.name}: {code.co_filename}:{frame.f_lineno} in {code.co_name}")
+    return "\n".join(lines) or "  no other thread"

@@ -424,12 +424,6 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
             switch("--skip-actor-forward-only"),
             switch("--allow-partial-train-step"),
             switch("--balance-by-flops"),
-            value("--eval-num-gpus", 0),
-            value("--eval-num-gpus-per-engine", 1),
-            value("--eval-hf-dir"),
-            value("--eval-max-in-flight", 2),
-            value("--eval-overflow-policy", "backpressure"),
-            value("--eval-keep-snapshots", 2),
         ),
     ),
 )

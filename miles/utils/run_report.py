@@ -132,18 +132,25 @@ def reward_summary(steps: Sequence[Row]) -> dict[str, Any]:
 
 
 def eval_summary(rows: Iterable[Row]) -> dict[str, dict[str, float | None]]:
-    """For each data set its first and its last evaluation. With one alone, it came before or after the first step."""
+    """For each data set its first and its last evaluation. With one alone, it came before or after the first step.
+
+    One that ran beside training is found late among the records: what counts is how far its weights were trained.
+    """
     results: dict[str, dict[str, float | None]] = {}
-    trained = False
-    for row in rows:
-        trained = trained or bool(training_rows([row]))
+    for row in sorted(rows, key=steps_trained):
         for name, score in eval_scores(row).items():
             entry = results.setdefault(name, {"before": None, "after": None})
-            if trained:
+            if steps_trained(row):
                 entry["after"] = score
             elif entry["before"] is None:
                 entry["before"] = score
     return results
+
+
+def steps_trained(row: Row) -> float:
+    """The training steps that the weights of a record's evaluation have had."""
+    said = row.get("eval/steps_trained")
+    return said if said is not None else row["step"] + (1 if training_rows([row]) else 0)
 
 
 def time_summary(steps: Sequence[Row], lanes: Lanes) -> dict[str, Any]:

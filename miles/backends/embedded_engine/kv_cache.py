@@ -9,9 +9,11 @@ The bound: the allocated rows times their lengths, over all classes, never excee
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -56,8 +58,13 @@ class LengthClass:
 
     def _allocate(self, rows: int) -> torch.Tensor:
         s = self._shape
+        shape = (s.layers, 2, rows, s.kv_heads, self.length, s.head_dim)
         # Zeros, not empty: positions that are masked out are still multiplied by 0, which a stray NaN would survive.
-        return torch.zeros(s.layers, 2, rows, s.kv_heads, self.length, s.head_dim, dtype=s.dtype, device=s.device)
+        if s.device.type != "cpu" or rows == 0:
+            return torch.zeros(shape, dtype=s.dtype, device=s.device)
+        # numpy's zeros are untouched memory until they are written, torch's are not.
+        flat = np.zeros(math.prod(shape) * s.dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(flat).view(s.dtype).view(shape)
 
     def _layer_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(kv[0].view(-1, self._shape.head_dim), kv[1].view(-1, self._shape.head_dim)) for kv in self.data]
@@ -81,7 +88,9 @@ class LengthClass:
         self.compact()
         data = self._allocate(rows)
         used = len(self.requests)
-        data[:, :, :used] = self.data[:, :, :used]
+        if used:
+            longest = min(max(request.num_tokens for request in self.requests), self.length)
+            data[:, :, :used, :, :longest] = self.data[:, :, :used, :, :longest]
         self.data, self.capacity = data, rows
         self.layers = self._layer_views()
 

@@ -259,6 +259,7 @@ def _add_correction_flags(parser: ArgumentParser) -> None:
 
 def data_parallel_size(args: Namespace) -> int:
     """Trainer ranks divided by the parallelisms that share one copy of the model."""
+    require_positive(args, "actor_num_nodes", "actor_num_gpus_per_node")
     world = args.actor_num_nodes * args.actor_num_gpus_per_node
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     require(

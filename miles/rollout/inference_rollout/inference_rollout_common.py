@@ -319,7 +319,9 @@ class InferenceRolloutFn:
         self.eval_prompt_dataset_cache: dict[Any, Any] = {}
 
     async def __call__(self, input: RolloutFnInput) -> RolloutFnOutput:
-        return await self._eval() if input.evaluation else await self._train(input.rollout_id)
+        if input.evaluation:
+            return await self._eval(getattr(input, "generate_state", None) or self.state)
+        return await self._train(input.rollout_id)
 
     async def _train(self, rollout_id: int) -> RolloutFnTrainOutput:
         from miles.rollout.inference_rollout.inference_rollout_train import generate_rollout_async
@@ -339,7 +341,7 @@ class InferenceRolloutFn:
                 type(self.data_source).__name__,
             )
 
-    async def _eval(self) -> RolloutFnEvalOutput:
+    async def _eval(self, state: GenerateState) -> RolloutFnEvalOutput:
         from miles.rollout.inference_rollout.inference_rollout_eval import eval_rollout
 
-        return RolloutFnEvalOutput(data=await eval_rollout(self.state, self.eval_prompt_dataset_cache))
+        return RolloutFnEvalOutput(data=await eval_rollout(state, self.eval_prompt_dataset_cache))

@@ -10,9 +10,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TIMEOUT_SECS = 150
@@ -29,11 +32,20 @@ class FinishedRun:
 
     def steps(self) -> list[dict[str, Any]]:
         """The metrics of each step, in order."""
+        return read_steps(self.run_dir)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records that hold an evaluation or say why there is none, in the order in which they were logged."""
         records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        return [record for record in records if "perf/step_time" in record]
+        return [record for record in records if "eval/weight_version" in record]
 
     def sum_of(self, metric: str) -> float:
         return sum(step[metric] for step in self.steps())
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "perf/step_time" in record]
 
 
 class RunningRun:
@@ -53,6 +65,10 @@ class RunningRun:
         """Until `count` steps are logged."""
         self._wait_until(lambda: len((self.run_dir / "metrics.jsonl").read_text().splitlines()) >= count)
 
+    def wait_for_step_where(self, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Until a step is logged that fulfils the condition."""
+        self._wait_until(lambda: any(condition(step) for step in read_steps(self.run_dir)))
+
     def pids(self) -> dict[str, int]:
         """Process ids by name, once the run has told them."""
         self._wait_until(lambda: (self.run_dir / "processes.json").exists())
@@ -71,6 +87,19 @@ class RunningRun:
 
     def send(self, signum: int) -> None:
         self._process.send_signal(signum)
+
+    def is_alive(self) -> bool:
+        """Whether the driver runs."""
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Kill what is left of the run, after a failed test."""
+        if self.is_alive():
+            self.remember_processes()
+            for process in self._seen:
+                if process.is_running():
+                    process.send_signal(signal.SIGKILL)
+            self.reap()
 
     def reap(self) -> None:
         """Collect the driver after it was killed, without reading what it printed."""

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import selectors
+import sys
 import threading
 import time
 
@@ -100,3 +102,21 @@ def test_zero_switches_it_off_and_less_is_refused():
     thread.watch_lag(1.0)  # closed: nothing to watch
     with pytest.raises(ValueError, match="--event-loop-lag-warn-secs must be greater than 0"):
         LoopLagWatch(0)
+
+
+def test_a_starved_loop_is_told_from_a_blocked_one(caplog):
+    """The loop's thread waits in `select`, and its ticks are late all the same."""
+    thread = AsyncLoopThread("starved")
+    watch = LoopLagWatch(1.0)
+    watch._loop, watch._loop_thread_id = thread.loop, thread._thread.ident
+
+    async def nothing():
+        await asyncio.sleep(0)
+
+    thread.run(nothing())
+    while sys._current_frames()[thread._thread.ident].f_code.co_filename != selectors.__file__:
+        time.sleep(0.001)
+    watch._report(1.5)
+    assert "while it waited for events" in caplog.text
+    assert "MainThread: " in caplog.text or "no other thread" in caplog.text
+    thread.close()

@@ -57,6 +57,15 @@ def test_evaluations_before_and_after() -> None:
     assert summarize(rows[:2], {})["eval"] == {"sort": {"before": 0.3, "after": None}}
 
 
+def test_an_evaluation_that_ran_beside_training_counts_where_its_weights_belong() -> None:
+    late = [
+        {"step": 1, "eval/sort": 0.9, "eval/steps_trained": 2},
+        {"step": 0, "eval/sort": 0.3, "eval/steps_trained": 0},
+        {"step": 0, "eval/sort": 0.5, "eval/steps_trained": 1},
+    ]
+    assert summarize([step(0, 0.2), step(1, 0.4), *late], {})["eval"] == {"sort": {"before": 0.3, "after": 0.9}}
+
+
 def test_times_count_the_training_loop_only() -> None:
     lanes = {
         "eval": [(0.0, 5.0)],

@@ -1,0 +1,53 @@
+"""What can be told about a run before anything expensive starts, and `--check-config` tells too."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miles.rollout.prompt_data import check_prompt_data
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+_PACKAGES = ("ray", "torch", "megatron.core", "sglang_router", "transformers", "aiohttp")
+
+
+def preflight(args: Namespace) -> None:
+    """Raise ValueError where the run could not start: packages, prompt files, directories that cannot be written."""
+    check_packages()
+    check_prompt_data(args)
+    for flag, path in (("--runs-dir", args.runs_dir), ("--save", args.save)):
+        if path is not None:
+            check_writable(flag, Path(path))
+
+
+def check_packages() -> None:
+    """Raise ValueError naming the packages that this Python lacks."""
+    missing = [name for name in _PACKAGES if not _is_installed(name)]
+    if missing:
+        raise ValueError(
+            f"{sys.executable} lacks {', '.join(missing)}: activate the environment that miles is installed in "
+            "(source .venv/bin/activate), or install miles there (pip install -e . -c constraints.txt)"
+        )
+
+
+def check_writable(flag: str, directory: Path) -> None:
+    """Raise ValueError where `directory` can neither be written to nor made."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    try:
+        # The only answer that counts: permissions say nothing about a read-only or special file system.
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".miles-"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag} {directory}: nothing can be written to {existing} ({error.strerror})") from error
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
