@@ -11,6 +11,7 @@ that a test can check what the samples claim.
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +209,8 @@ class EnginePool:
         if kind is FaultKind.FAILED:
             input.sample.status = type(input.sample).Status.FAILED
         self.trace.add("answer", group_index, member, input.sample.status.value, f"r{request.number}")
+        if self.schedule.nested and noise(self.schedule.seed, group_index, member, 5) < 0.3:
+            return GenerateFnOutput(samples=[input.sample, copy.copy(input.sample)])
         return GenerateFnOutput(samples=input.sample)
 
     def _fail(self, fault: Fault) -> Any:
@@ -294,7 +297,7 @@ class EnginePool:
         changes = [
             change
             for fault in self.faults.timed
-            if fault.kind is not FaultKind.KILL
+            if fault.kind in (FaultKind.ENGINE_DIES, FaultKind.ENGINE_SLOW)
             for change in ((fault.at, fault, True), (fault.at + fault.seconds, fault, False))
         ]
         return sorted(changes, key=lambda change: change[0])

@@ -148,7 +148,7 @@ class Observer:
     def _check_answers(self, index: int, group: list[Any]) -> None:
         if len(group) != self.schedule.n_samples_per_prompt:
             self.trace.violate(f"group {index} has {len(group)} members")
-        for sample in group:
+        for sample in samples_of(group):
             answer = self.engines.answers.get(sample.response)
             if answer is None or (answer.group_index, answer.member) != (
                 index,
@@ -168,7 +168,7 @@ class Observer:
         limit = self.schedule.max_weight_staleness
         if limit is None:
             return
-        oldest = min(self.engines.oldest_version(sample.response) for sample in group)
+        oldest = min(self.engines.oldest_version(sample.response) for sample in samples_of(group))
         staleness = self.engines.versions.current - oldest
         if staleness > limit:
             self.trace.violate(
@@ -190,6 +190,11 @@ class Observer:
         self.books.restored = set(books.outstanding)
         self.counts.clear()
         self.errors.clear()
+
+
+def samples_of(group: list[Any]) -> list[Any]:
+    """The samples of a group whose members may be lists."""
+    return [s for member in group for s in (member if isinstance(member, list) else [member])]
 
 
 def index_of(group: list[Any]) -> int:

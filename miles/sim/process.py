@@ -17,7 +17,7 @@ import miles.rollout.fully_async_rollout as heart
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnTrainInput
 from miles.sim.faults import FaultBook, Misbehaved
 from miles.sim.plugins import FilterFailed
-from miles.sim.schedule import FaultKind, Schedule
+from miles.sim.schedule import Fault, FaultKind, Schedule
 from miles.sim.source import MemoryDataset, SimulatedDataSource
 from miles.sim.trace import Trace, Violation
 from miles.sim.transitions import Transitions
@@ -76,6 +76,7 @@ class TrainingProcess:
         self.faults, self.trace = around.faults, around.trace
         self.save = save
         self.step = save.step
+        self._timers: list[asyncio.TimerHandle] = []
         self._early: asyncio.Task[list[list[Any]]] | None = None
         self._batch_version = 0  # the version at which the last batch was handed over
         dataset = MemoryDataset(self.schedule.prompts, self.schedule.seed)
@@ -92,6 +93,10 @@ class TrainingProcess:
 
     async def run(self) -> None:
         """All steps of the run. Raises Crash."""
+        loop = asyncio.get_running_loop()
+        for fault in self.faults.timed:
+            if fault.kind is FaultKind.SAVE_ANY_TIME and fault.at > loop.time() and self.schedule.acknowledges:
+                self._timers.append(loop.call_at(fault.at, self._save_any_time, fault))
         await self._update_weights()
         while self.step < self.schedule.steps:
             await self._one_step()
@@ -115,6 +120,8 @@ class TrainingProcess:
     async def end(self, ending: Ending) -> None:
         """Close the rollout function; a killed process is no longer observed."""
         self.trace.add(f"process {ending.value}")
+        for timer in self._timers:
+            timer.cancel()
         if ending is not Ending.FINISHED:
             self.source.observer = None
             if self._early is not None:
@@ -240,6 +247,11 @@ class TrainingProcess:
         state = json.dumps(self.fn.snapshot())
         self.save = Save(self.step, self.engines.versions.current, state, self.observer.copy())
         self.trace.add("save", self.step)
+
+    def _save_any_time(self, fault: Fault) -> None:
+        if not self.faults.quiet:
+            self.faults.fire(fault)
+            self._save()
 
     async def _update_weights(self) -> None:
         await self.engines.update_weights()

@@ -44,6 +44,7 @@ class FaultKind(Enum):
     EVAL = "eval"  # submission pauses and goes on
     EVAL_FAILS = "eval_fails"  # submission pauses and goes on
     SAVE_MID_STEP = "save_mid_step"  # the drained batch is part of the state
+    SAVE_ANY_TIME = "save_any_time"  # whatever is going on
     ENGINE_DIES = "engine_dies"  # its samples are tried again elsewhere
     ENGINE_SLOW = "engine_slow"  # nothing
     KILL = "kill"  # the next process goes on from the last save
@@ -69,6 +70,7 @@ _TARGETS = {
     FaultKind.SAVE_MID_STEP: Target.STEP,
     FaultKind.ENGINE_DIES: Target.TIME,
     FaultKind.ENGINE_SLOW: Target.TIME,
+    FaultKind.SAVE_ANY_TIME: Target.TIME,
     FaultKind.KILL: Target.TIME,
 }
 _FATAL = frozenset(
@@ -117,6 +119,8 @@ class Schedule:
     async_max_concurrent_samples: int | None = None
     max_weight_staleness: int | None = None
     capacity_factor: float | None = None
+    max_bytes: int | None = None
+    nested: bool = False
     granularity: str = "group"
     unused_handler: str = "retry"
     max_group_retries: int = 8
@@ -168,6 +172,8 @@ def _from_random(seed: int, rng: random.Random) -> Schedule:
         async_max_concurrent_samples=rng.choice([None, None, 1, 4, 8, 16, 24]),
         max_weight_staleness=0 if sync_like else rng.choice([None, 1, 1, 2, 3]),
         capacity_factor=rng.choice([None, 0.5, 1.0, 2.0]),
+        max_bytes=rng.choice([None, None, None, 5_000, 20_000]),
+        nested=rng.random() < 0.2,
         granularity=rng.choice(["group", "sample"]),
         unused_handler=rng.choice(["retry", "retry", "retry", "drop"]),
         max_group_retries=rng.choice([8, 8, 0, 1, 2]),

@@ -190,6 +190,7 @@ def rollout_args(schedule: Schedule) -> Namespace:
         max_weight_staleness=schedule.max_weight_staleness,
         async_max_concurrent_samples=schedule.async_max_concurrent_samples,
         async_data_buffer_capacity_factor=schedule.capacity_factor,
+        async_data_buffer_max_bytes=schedule.max_bytes,
         rollout_submission_granularity=schedule.granularity,
         async_unused_samples_handler=schedule.unused_handler,
         async_max_group_retries=schedule.max_group_retries,

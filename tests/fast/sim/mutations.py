@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import miles.rollout.fully_async_rollout as heart
 from miles.rollout._fully_async_buffer import DefaultDataBuffer
+from miles.rollout._fully_async_finished import FinishedGroups
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_slots import SampleSlots
 from miles.rollout._fully_async_tasks import GroupTasks
@@ -92,10 +93,10 @@ def sibling_dropped(patch: pytest.MonkeyPatch) -> None:
 def get_leaked(patch: pytest.MonkeyPatch) -> None:
     """A cancelled drain leaves its get behind, which takes a group that nobody will ever see."""
 
-    async def abandon(self: FullyAsyncRolloutFn, getting: Any) -> None:
+    async def abandon(self: FinishedGroups, getting: Any) -> None:
         pass
 
-    patch.setattr(FullyAsyncRolloutFn, "_abandon", abandon)
+    patch.setattr(FinishedGroups, "_abandon", abandon)
 
 
 def wake_up_lost_when_the_queue_empties(patch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,7 @@ def acknowledged_batch_given_back(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(TrainerSide, "acknowledge", remember)
     patch.setattr(TrainerSide, "give_back", again)
-    patch.setattr(FullyAsyncRolloutFn, "_put_back", lambda self, keys: self._returned.extendleft(keys))
+    patch.setattr(FinishedGroups, "put_back", lambda self, keys: None)
 
 
 def recycled_group_not_reset(patch: pytest.MonkeyPatch) -> None:
