@@ -112,7 +112,7 @@ class Schedule:
 
     seed: int = 0
     steps: int = 4
-    prompts: int = 1000
+    prompts: int = 150
     shuffle: bool = False
     rollout_batch_size: int = 2
     n_samples_per_prompt: int = 2
@@ -165,7 +165,7 @@ def _from_random(seed: int, rng: random.Random) -> Schedule:
     schedule = Schedule(
         seed=seed,
         steps=steps,
-        prompts=rng.choice([7, 23, 1000]),
+        prompts=rng.choice([7, 23, 150]),
         shuffle=rng.random() < 0.5,
         rollout_batch_size=batch,
         n_samples_per_prompt=members,
