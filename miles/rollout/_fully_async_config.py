@@ -120,7 +120,8 @@ class FullyAsyncConfig:
     @property
     def most_groups_in_flight(self) -> int:
         """By group `max_in_flight_groups`. By sample a group may be down to its last sample when the next one starts,
-        for which a whole group's places must be free: `max_in_flight_samples - n_samples_per_prompt + 1`."""
+        for which a whole group's places must be free: `max_in_flight_samples - n_samples_per_prompt + 1`; groups that
+        hold no place any more, because they are being rewarded or wait for room in the queue, count too."""
         if self.by_sample:
             return self.max_in_flight_samples - self.n_samples_per_prompt + 1
         return self.max_in_flight_groups

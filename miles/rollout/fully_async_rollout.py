@@ -136,6 +136,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
             self._trainer.versions, limit=config.max_weight_staleness, strict=config.strict_weight_versions
         )
         self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
+        self._most_groups = config.most_groups_in_flight
         self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
         self._slots = SampleSlots(config.max_in_flight_samples, config.n_samples_per_prompt, self._wake.set)
         self._group_tasks = GroupTasks(on_failure=self._leave)
@@ -286,6 +287,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
     def _may_submit(self) -> bool:
         return (
             self._slots.one_group_fits
+            and self.ledger.in_flight < self._most_groups  # by sample, those that are rewarded hold no place any more
             and not (
                 self._finished.waiting_puts and self.config.by_sample
             )  # by group, those that wait still hold their places

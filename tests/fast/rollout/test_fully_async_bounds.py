@@ -198,6 +198,7 @@ async def test_a_batch_given_back_is_trained_again_at_limit_zero(monkeypatch):
         assert group_indexes(first.samples) == group_indexes(again.samples)
         assert len(engines.born) == 3
         fn.acknowledge(0)
+        engines.version = 2
         fn.on_weight_version(2)
         await asyncio.wait_for(fn(train(1)), 10)
 
