@@ -28,8 +28,8 @@ from miles.rollout.generate_utils.generate_endpoint_utils import ensure_routing_
 from miles.rollout.inference_rollout.compatibility import SampleName, load_generate_function
 from miles.rollout.inference_rollout.deadlines import DeadlineConfig, GroupClock
 from miles.rollout.inference_rollout.notices import Notices
-from miles.rollout.inference_rollout.sample_failures import members, too_stale
-from miles.rollout.inference_rollout.sample_run import SampleRun, count_missing_rewards, is_aborted, reward_in_time
+from miles.rollout.inference_rollout.sample_failures import is_aborted, members, too_stale
+from miles.rollout.inference_rollout.sample_run import SampleRun, count_missing_rewards, reward_in_time
 from miles.rollout.inference_rollout.sibling_tasks import gather_or_cancel
 from miles.rollout.rm_hub import batched_async_rm
 from miles.utils.timeline import BusyIntervals
