@@ -306,7 +306,7 @@ def test_every_key_is_in_the_guide():
     page = (Path(__file__).parents[3] / "docs" / "user-guide" / "fully-async.md").read_text()
     written = set(re.findall(r"`([a-z_{},<>0-9]+)`", page))
     written |= {
-        key.replace("{%s}" % choices, choice)
+        key.replace(f"{{{choices}}}", choice)
         for key in written
         for choices in re.findall(r"{(.+?)}", key)
         for choice in choices.split(",")
