@@ -50,6 +50,11 @@ class StalenessGauge:
         report.add_measured(staleness)
         return self._limit is None or staleness is None or staleness <= self._limit
 
+    def is_within_limit(self, labels: tuple[int | str, ...], current: VersionLabel | None) -> bool:
+        """Whether what these versions wrote is, as far as can be told, not too old. Notes nothing."""
+        staleness = self._age(labels, current).staleness
+        return self._limit is None or staleness is None or staleness <= self._limit
+
     def is_up_to_date(self, key: GroupKey) -> bool:
         """Whether the trainer's version is the one that the group was measured against."""
         return key.measured_serial == self._versions.serial

@@ -80,8 +80,10 @@ from miles.utils.user_calls import UserCode, call_user
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
     from miles.rollout._fully_async_versions import VersionLabel
+    from miles.utils.types import Sample
 
 __all__ = [
     "EndOfData",
@@ -137,7 +139,10 @@ class FullyAsyncRolloutFn(PausableSubmission):
         self._gauge = StalenessGauge(
             self._trainer.versions, limit=config.max_weight_staleness, strict=config.strict_weight_versions
         )
+        if hasattr(self.state, "still_usable"):  # whether a group's finished samples may wait for one that is retried
+            self.state.still_usable = self._still_usable  # type: ignore[method-assign]
         self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
+        self._most_groups = config.most_groups_in_flight
         self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
         self._activity = Activity()
         self._slots = SampleSlots(
@@ -299,6 +304,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
     def _may_submit(self) -> bool:
         return (
             self._slots.one_group_fits
+            and self.ledger.in_flight < self._most_groups  # by sample, those that are rewarded hold no place any more
             and not (
                 self._finished.waiting_puts and self.config.by_sample
             )  # by group, those that wait still hold their places
@@ -432,6 +438,10 @@ class FullyAsyncRolloutFn(PausableSubmission):
             return True
         report.count_recycled(RecycleReason.STALE, self._refusals.unused(key, RecycleReason.STALE))
         return False
+
+    def _still_usable(self, samples: Sequence[Sample]) -> bool:
+        labels = {label for sample in samples for label in sample.weight_versions}
+        return self._gauge.is_within_limit(tuple(labels), self._trainer.version)
 
     def _remove_outdated(self, mine: list[GroupKey], report: DrainReport) -> bool:
         """Measure again what was measured against an older version than the trainer's; whether some had to go."""

@@ -198,6 +198,7 @@ async def test_a_batch_given_back_is_trained_again_at_limit_zero(monkeypatch):
         assert group_indexes(first.samples) == group_indexes(again.samples)
         assert len(engines.born) == 3
         fn.acknowledge(0)
+        engines.version = 2
         fn.on_weight_version(2)
         await asyncio.wait_for(fn(train(1)), 10)
 
@@ -251,7 +252,7 @@ def test_admission_forgets_an_update_that_did_not_come():
         ({"async_data_buffer_capacity_factor": 1.0, "update_weights_interval": 2}, 1),
         ({"async_data_buffer_capacity_factor": 4.0, "max_weight_staleness": 2}, 2),
         ({}, math.ceil((16 + 1000) / 16)),
-        ({"async_data_buffer_capacity_factor": 1.0, "rollout_submission_granularity": "sample"}, 17),
+        ({"async_data_buffer_capacity_factor": 1.0, "rollout_submission_granularity": "sample"}, 18),
     ],
 )
 def test_bound_in_flight(monkeypatch, flags, bound):
