@@ -243,7 +243,7 @@ async def test_a_finished_sample_frees_its_place_at_once(monkeypatch):
         assert (fn.ledger.in_flight, fn._slots.used) == (3, 10)
         await asyncio.sleep(20)  # only tails are left, one of each group
         assert fn._slots.used <= fn.max_in_flight_samples == 10
-        assert fn.ledger.in_flight == fn.config.most_groups_in_flight == 7
+        assert fn.ledger.in_flight == 7 <= fn.config.most_groups_in_flight == 9
         await call
         assert tails.peak <= 10
 
