@@ -9,20 +9,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from miles.rollout._fully_async_versions import version_number
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from miles.rollout._fully_async_ledger import GroupKey
+
 PromptGroup = list[Sample]
 Group = list[Sample | list[Sample]]
-FinishedGroup = tuple[PromptGroup, Group]
+
+_NESTED = (list, tuple)
+_BYTES_PER_TOKEN = 40  # an int object and the pointer to it
+_BYTES_PER_LOG_PROB = 32  # a float object and the pointer to it
+_BYTES_PER_CHARACTER = 2  # texts are mostly ASCII (1), sometimes not (2 or 4)
+_BYTES_PER_SAMPLE = 2048  # the object, its dictionary and its small fields
+_ABORTED = Sample.Status.ABORTED
 
 
 def _iter_samples(group: Sequence[object]) -> Iterator[Sample]:
     """Every sample of the group in order, at any nesting."""
     for member in group:
-        if isinstance(member, list | tuple):
+        if isinstance(member, _NESTED):
             yield from _iter_samples(member)
         else:
             yield member  # type: ignore[misc]
@@ -38,13 +47,58 @@ def _first_sample(group: Sequence[object]) -> Sample:
 
 def group_oldest_weight_version(group: Sequence[object]) -> int | None:
     """The oldest weight version that wrote a token of the group; None where no sample carries a numeric version."""
-    versions = [v for sample in _iter_samples(group) if (v := sample.oldest_weight_version) is not None]
-    return min(versions, default=None)
+    labels: set[int | str] = set()
+    for sample in samples_of(group):
+        labels.update(sample.weight_versions)
+    return min((n for label in labels if (n := version_number(label)) is not None), default=None)
 
 
-def has_aborted(group: Sequence[object]) -> bool:
-    """Whether any sample of the group, at any nesting, was aborted."""
-    return any(sample.status == Sample.Status.ABORTED for sample in _iter_samples(group))
+def samples_of(group: Sequence[Any]) -> Sequence[Sample]:
+    """Every sample of the group in order, at any nesting: the group itself where it is flat."""
+    for member in group:
+        if member.__class__ is not Sample and isinstance(member, _NESTED):
+            return list(_iter_samples(group))
+    return group
+
+
+def take_stock(key: GroupKey, group: Group) -> None:
+    """Note in the books what generation made of the group. One pass; nothing is copied.
+
+    `size_bytes` is an estimate from lengths alone: token ids, log-probabilities, texts, arrays by their `nbytes`.
+    """
+    tokens = all_tokens = characters = log_probs = arrays = unversioned = 0
+    aborted = False
+    labels: list[str] | None = None
+    versions: set[Any] = set()
+    samples = samples_of(group)
+    for sample in samples:
+        if sample.status is _ABORTED:
+            aborted = True
+        tokens += sample.response_length
+        all_tokens += len(sample.tokens)
+        characters += len(sample.response)
+        if sample.rollout_log_probs is not None:
+            log_probs += len(sample.rollout_log_probs)
+        if sample.rollout_routed_experts is not None:
+            arrays += getattr(sample.rollout_routed_experts, "nbytes", 0)
+        if sample.weight_versions != labels:  # siblings mostly have the same
+            labels = sample.weight_versions
+            versions.update(labels)
+        if not labels:
+            unversioned += 1
+    key.group = group
+    key.samples = len(samples)
+    key.tokens = tokens
+    key.aborted = aborted
+    key.versions = tuple(versions)
+    key.unversioned = unversioned
+    key.size_bytes = (
+        _BYTES_PER_TOKEN * all_tokens
+        + _BYTES_PER_LOG_PROB * log_probs
+        + _BYTES_PER_CHARACTER * characters
+        + _BYTES_PER_SAMPLE * len(samples)
+        + arrays
+    )
 
 
 def describe(prompt_group: PromptGroup) -> str:
@@ -55,9 +109,8 @@ def describe(prompt_group: PromptGroup) -> str:
     return f"group {first.group_index} (samples {first.index}..{last.index})"
 
 
-def require_members(finished: FinishedGroup, expected: int) -> None:
+def require_members(prompt_group: PromptGroup, group: Group, expected: int) -> None:
     """Raise ValueError naming the group where it does not have `expected` members."""
-    prompt_group, group = finished
     if len(group) != expected:
         raise ValueError(
             f"{describe(prompt_group)} has {len(group)} members, --n-samples-per-prompt is {expected}: a generate "
@@ -65,9 +118,19 @@ def require_members(finished: FinishedGroup, expected: int) -> None:
         )
 
 
-def sorted_batch(finished: Iterable[FinishedGroup]) -> list[list[Any]]:
+def require_shape(batch: Sequence[Group], expected: list[int]) -> None:
+    """Raise ValueError where a sample filter has not left `expected` members in each group."""
+    if [len(group) for group in batch] != expected:
+        raise ValueError(
+            f"--rollout-sample-filter-path: the filter changed the batch from {len(expected)} groups to "
+            f"{len(batch)}, or the number of samples in a group; it must mark samples "
+            "(sample.remove_sample = True) and leave the lists as they are"
+        )
+
+
+def sorted_batch(groups: Iterable[Group]) -> list[list[Any]]:
     """The groups by the index of their first sample; those without an index come last, as they arrived."""
-    return sorted((group for _, group in finished), key=_sort_key)
+    return sorted(groups, key=_sort_key)
 
 
 def _sort_key(group: Group) -> tuple[bool, int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from miles.rollout import async_flags
 from miles.utils.flag_rules import (
     EXPERIMENTAL_ROLLOUT_ENV,
     class_based_rollout_enabled,
     require,
-    require_not_negative,
     require_positive,
 )
 
@@ -25,6 +25,7 @@ PLUGIN_PATHS = (
     "rollout_all_samples_process_path",
     "custom_rollout_log_function_path",
     "custom_eval_rollout_log_function_path",
+    "custom_async_data_buffer_path",
 )
 
 NO_EFFECT = {
@@ -36,7 +37,7 @@ def add_flags(parser: ArgumentParser) -> None:
     """Declare the flags of this module on `parser`."""
     _add_function_flags(parser)
     _add_sampling_flags(parser)
-    _add_async_flags(parser)
+    async_flags.add_flags(parser)
 
 
 def _add_function_flags(parser: ArgumentParser) -> None:
@@ -166,38 +167,6 @@ def _add_sampling_flags(parser: ArgumentParser) -> None:
     )
 
 
-def _add_async_flags(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("fully asynchronous rollout")
-    group.add_argument(
-        "--fully-async",
-        action="store_true",
-        default=False,
-        help=f"Keep generation running all the time and let each step drain finished groups. train_async.py only; "
-        f"needs {EXPERIMENTAL_ROLLOUT_ENV}=1.",
-    )
-    group.add_argument(
-        "--max-weight-staleness",
-        type=int,
-        default=None,
-        help="Most weight updates between the oldest token of a group and the drain; older groups are generated again. "
-        "0: current weights only. None: no limit.",
-    )
-    group.add_argument(
-        "--async-max-concurrent-samples",
-        type=int,
-        default=None,
-        help="Most samples in flight, counted in whole groups; at least --n-samples-per-prompt. "
-        "None: --rollout-batch-size groups.",
-    )
-    group.add_argument(
-        "--async-data-buffer-capacity-factor",
-        type=float,
-        default=None,
-        help="Most finished groups that wait for the trainer, as a multiple of --rollout-batch-size (at least one "
-        "group); generation pauses when they are full. None: 1000 groups.",
-    )
-
-
 # Each row: the condition, the flag it is about, why it does not go together, and the remedy.
 _FULLY_ASYNC_CONFLICTS: tuple[tuple[Callable[[Namespace], Any], str, str, str], ...] = (
     (
@@ -280,6 +249,7 @@ def resolve(args: Namespace) -> None:
     """Fill in the defaults that depend on other flags."""
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
+    async_flags.resolve(args)
     if args.rollout_max_context_len is not None:
         if args.rollout_max_prompt_len is None:
             args.rollout_max_prompt_len = args.rollout_max_context_len - 1
@@ -301,10 +271,8 @@ def validate(args: Namespace) -> None:
         "rollout_max_context_len",
         "rollout_max_prompt_len",
         "rollout_max_response_len",
-        "async_max_concurrent_samples",
-        "async_data_buffer_capacity_factor",
     )
-    require_not_negative(args, "max_weight_staleness")
+    async_flags.validate(args)
     require(
         args.rollout_max_response_len is not None or bool(args.custom_generate_function_path),
         "--rollout-max-response-len (or --rollout-max-context-len) is required: the most tokens of one response",
@@ -321,11 +289,6 @@ def validate(args: Namespace) -> None:
         f"({args.rollout_batch_size})",
     )
     require(
-        args.async_max_concurrent_samples is None or args.async_max_concurrent_samples >= args.n_samples_per_prompt,
-        f"--async-max-concurrent-samples ({args.async_max_concurrent_samples}) must be at least --n-samples-per-prompt "
-        f"({args.n_samples_per_prompt}): one whole group must fit",
-    )
-    require(
         args.partial_rollout or not args.mask_offpolicy_in_partial_rollout,
         "--mask-offpolicy-in-partial-rollout needs --partial-rollout",
     )
@@ -337,6 +300,6 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
         if "over_sampling_batch_size" in given:
             yield "--over-sampling-batch-size has no effect with --fully-async, which always has groups in flight"
         return
-    for dest in ("max_weight_staleness", "async_max_concurrent_samples", "async_data_buffer_capacity_factor"):
+    for dest in async_flags.DESTS:
         if dest in given:
             yield f"--{dest.replace('_', '-')} has no effect without --fully-async"

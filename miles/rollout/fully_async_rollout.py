@@ -1,34 +1,38 @@
 """Fully asynchronous rollout: generation never waits for a training step, a training step never for a straggler.
 
-      data source --get_samples(1)--> _submit_one_group        one prompt group at a time
-           ^                               |
-           |                               v                   at most max_in_flight_groups tasks
+      data source --get_samples(1)--> _submit_one_group        one prompt group at a time, while it may start:
+           ^                               |                     a group's places are free, the store has room,
+           |                               v                     and it would not be born too old (admission)
            |                          _run_group  (one task per group: generate_and_rm_group, then put)
            |                               |
            |                               v                   at most queue_capacity groups; full: put waits
-           |                            _output  (asyncio.Queue of (prompt_group, group))
-           |                               |
+           |                            _output  (the store: an asyncio.Queue of (prompt_group, group))
+           |                               |     ^
+           |                               |     +---- _returned (in front) <--- give_back, failed drains, restore
+           |                               v                                         |
            +------- recycled ------- _drain (judges each group) ----> a batch, sorted by index, for the trainer
-              aborted, too stale           |
-                                           +--> dropped (dynamic filter)
+              aborted, too stale           |                                         |
+                                           +--> dropped (filter, retries)            +--- acknowledge ---> trained
 
     loop            consumes        waits for                            is unblocked by
-    worker          data source     a free slot                          a group task that ends, well or badly
-    group task      its prompts     the engines, then room in _output    the engines; the drain
-    drain           _output         a finished group, or the worker's    a group task; the worker's death;
-                                    end                                  close()
+    worker          data source     a reason to submit (_may_submit)     whatever changes one: _wake
+    group task      its prompts     the engines, then room in the store  the engines; the drain
+    drain           the store       a finished group, or the worker's    a group task; the worker's death;
+                                    end                                  the end of the data; close()
 
-What if the trainer is slow? `_output` fills up, finished tasks wait inside `put` and keep their slots, and the worker
-submits nothing more: at most `queue_capacity + max_in_flight_groups` finished groups exist. What if generation is slow?
-The drain waits and says so with numbers. What if something fails? An exception in a group task or in the data source
-ends the worker, and the next drain raises that very exception, before it uses any group that is still queued.
+What if the trainer is slow? The store fills up, finished tasks wait inside `put`, and the worker submits nothing more.
+What if generation is slow? The drain waits and says so with numbers, and gives up where a flag says when. What if
+something fails? An exception in a group task or in the data source ends the worker, and the next drain raises that very
+exception, before it uses any group that is still queued.
 
 Guarantees, each with its mechanism
-- A group has one owner: its task, `_output`, the drain's list `mine`, or `_returned` (the groups that a failed or
-  cancelled drain took and gave back; they come first in the next drain).
+- A group has one owner (`ledger`, which checks its books after each transition): its task, the store, the drain, the
+  trainer. A transition is made in the same step as what it stands for: no await lies between them.
 - No task outlives its owner: the worker cancels and awaits its group tasks before it ends, `close()` does the same at
-  any moment, and a wait for a group ends its `Queue.get` whichever way it ends.
+  any moment, and a wait for a group ends its `get` whichever way it ends.
 - The worker ends only by an error or by `close()`. Whoever finds it ended any other way raises.
+- A batch is within `--max-weight-staleness` of the newest version that the trainer has told when it is handed over:
+  groups are measured again if that has changed since.
 """
 
 from __future__ import annotations
@@ -36,38 +40,53 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from miles.rollout._fully_async_buffer import DataBuffer, DataBufferConstructorInput, DataBufferInput, DefaultDataBuffer
 from miles.rollout._fully_async_config import FullyAsyncConfig
+from miles.rollout._fully_async_errors import EndOfData, no_progress
 from miles.rollout._fully_async_groups import (
-    FinishedGroup,
     Group,
-    PromptGroup,
     _first_sample,
     _iter_samples,
     describe,
     group_oldest_weight_version,
-    has_aborted,
     require_members,
+    require_shape,
     sorted_batch,
+    take_stock,
 )
-from miles.rollout._fully_async_metrics import DrainReport, RecycleReason
+from miles.rollout._fully_async_ledger import GroupKey, GroupLedger, GroupObserver, Owner, RecycleReason
+from miles.rollout._fully_async_metrics import DrainReport, LedgerWindow
+from miles.rollout._fully_async_patience import Patience
+from miles.rollout._fully_async_prompts import PromptSupply
+from miles.rollout._fully_async_refusals import Refusals
+from miles.rollout._fully_async_slots import SampleSlots
+from miles.rollout._fully_async_snapshot import restore_state, take_snapshot
+from miles.rollout._fully_async_staleness import StalenessGauge
 from miles.rollout._fully_async_tasks import GroupTasks
+from miles.rollout._fully_async_trainer import TrainerSide
+from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
-from miles.rollout.filter_hub.base_types import call_dynamic_filter
+from miles.rollout.filter_hub.base_types import acall_dynamic_filter
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
 from miles.utils.misc import load_function
+from miles.utils.user_calls import UserCode, call_user
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterable
+
+    from miles.rollout._fully_async_versions import VersionLabel
 
 __all__ = [
+    "EndOfData",
     "FullyAsyncRolloutFn",
     "GenerateState",
     "Group",
+    "GroupObserver",
     "_CachedWeightVersion",
     "_first_sample",
     "_iter_samples",
@@ -84,29 +103,59 @@ NO_PROGRESS_WARN_SECS = 30.0
 WEIGHT_VERSION_QUERY_TIMEOUT_SECS = 2.0
 CLOSE_GRACE_SECS = 5.0
 
+_group_oldest_weight_version = group_oldest_weight_version
+_SUBMISSIONS_A_TURN = 2  # thousands of submissions in a row must not stall the loop
 
-class FullyAsyncRolloutFn:
+
+class FullyAsyncRolloutFn(PausableSubmission):
     """The rollout function of `train_async.py --fully-async`: one training batch per call.
 
+        generate(n) -> training step -> acknowledge(n), or give_back(n) where it failed -> on_weight_version(v)
+
     The first call starts the worker, a task of the event loop that the call runs on; it lives until `close()`. Every
-    call must come from that loop. Evaluation is refused: it has a rollout function of its own, which shares no state
-    with this one.
+    call and every method belongs on that loop. A caller that never acknowledges has each batch closed at its next
+    call. Evaluation is refused: it has a rollout function of its own, which shares no state with this one.
     """
 
     def __init__(self, input: RolloutFnConstructorInput) -> None:
-        self.args = input.args
+        self.args = args = input.args
         self.data_source = input.data_source
-        self.config = FullyAsyncConfig.from_args(input.args)
-        self.state = GenerateState(input.args)
-        self._dynamic_filter = load_function(input.args.dynamic_sampling_filter_path)
-        self._sample_filter = load_function(input.args.rollout_sample_filter_path)
+        self.config = config = FullyAsyncConfig.from_args(args)
+        self.state = GenerateState(args)
+        self.ledger = GroupLedger()
+        self.observers = self.ledger.observers
+        self.submission_gate = SubmissionGate()
+        self._dynamic_filter = load_function(args.dynamic_sampling_filter_path)
+        self._sample_filter = load_function(args.rollout_sample_filter_path)
         self._weight_version = _CachedWeightVersion(ttl=1.0)
+        self._prompts = PromptSupply(input.data_source)
+        self._trainer = TrainerSide(config, self.ledger)
+        self._gauge = StalenessGauge(
+            self._trainer.versions, limit=config.max_weight_staleness, strict=config.strict_weight_versions
+        )
+        self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
+        self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
+        self._slots = SampleSlots(config.max_in_flight_samples, config.n_samples_per_prompt, self._wake.set)
+        self._group_tasks = GroupTasks(on_failure=self._leave)
         self._worker: asyncio.Future[Any] | None = None
-        self._output: asyncio.Queue[FinishedGroup] | None = None
-        self._returned: deque[FinishedGroup] = deque()
-        self._group_tasks = GroupTasks()
+        self._putting = 0  # finished groups that wait for room in the store
+        self._store: DataBuffer = self._build_store()
+        self._returned: deque[DataBufferInput] = deque()  # comes before what is in the store
+        self._end_waiters: set[asyncio.Future[None]] = set()
         self._closed = False
         self._unreported = DrainReport()
+        self._window = LedgerWindow(self.ledger)
+
+    def _build_store(self) -> DataBuffer:
+        store: Any = load_function(getattr(self.args, "custom_async_data_buffer_path", None)) or DefaultDataBuffer
+        constructor_input = DataBufferConstructorInput(
+            args=self.args,
+            unused_handler_fn=self._refusals.unused_by_store,
+            drop_fn=self._refusals.dropped_by_store,
+            capacity_groups=self.queue_capacity,
+            capacity_bytes=self.config.async_data_buffer_max_bytes,
+        )
+        return store(constructor_input)  # type: ignore[no-any-return]
 
     @property
     def max_in_flight_groups(self) -> int:
@@ -114,20 +163,44 @@ class FullyAsyncRolloutFn:
         return self.config.max_in_flight_groups
 
     @property
+    def max_in_flight_samples(self) -> int:
+        """By group: `max_in_flight_groups * n_samples_per_prompt`. By sample: `async_max_concurrent_samples`."""
+        return self.config.max_in_flight_samples
+
+    @property
     def queue_capacity(self) -> int:
         """`OUTPUT_QUEUE_MAX_GROUPS`, or `max(1, int(async_data_buffer_capacity_factor * rollout_batch_size))`."""
         return self.config.queue_capacity(OUTPUT_QUEUE_MAX_GROUPS)
 
     @property
+    def staleness_bound_in_flight(self) -> int:
+        """Versions that a group may lag behind when it is trained, if none overtakes it: `ceil((F + Q) / (B * k))`, and
+        at most `--max-weight-staleness`; derived in docs/user-guide/fully-async.md."""
+        return self.config.staleness_bound(self.queue_capacity)
+
+    @property
     def queue_size(self) -> int:
         """Finished groups that wait for the trainer."""
-        return len(self._returned) + (self._output.qsize() if self._output is not None else 0)
+        store = self._store
+        return len(self._returned) + store.qsize() if isinstance(store, DefaultDataBuffer) else self.ledger.queued
+
+    @property
+    def _output(self) -> asyncio.Queue[Any] | None:
+        """The built-in store's queue of `(prompt_group, group)`; None before the first call."""
+        return getattr(self._store, "queue", None)
+
+    @_output.setter
+    def _output(self, queue: asyncio.Queue[Any]) -> None:
+        self._store.queue = queue  # type: ignore[attr-defined]
+
+    # ---- the caller's side
 
     async def __call__(self, input: RolloutFnInput) -> RolloutFnTrainOutput:
         """Wait until `rollout_batch_size` groups are finished and accepted, and hand them over.
 
         Raises ValueError for an eval input; the original exception where the worker has failed, in this call or before;
-        ValueError where a plug-in breaks the shape of the batch; RuntimeError after `close()`.
+        ValueError where a plug-in breaks the shape of the batch; NoProgress and NothingGetsThrough where their flags
+        say; RuntimeError after `close()`. Where the data ends, the last batch is what is left; EndOfData after that.
         """
         if input.evaluation:
             raise ValueError(
@@ -136,6 +209,39 @@ class FullyAsyncRolloutFn:
                 "the standard one for evaluation)."
             )
         return await self._drain(input)
+
+    def acknowledge(self, rollout_id: int) -> int:
+        """The trainer has finished the step on this rollout's batch. The number of groups that are trained now; 0 where
+        there is no such batch, or not any more."""
+        return self._trainer.acknowledge(rollout_id)
+
+    def give_back(self, rollout_id: int) -> int:
+        """The step on this rollout's batch failed or was cancelled: its groups come first in the next drain. Their
+        number; 0 where there is no such batch, or it was acknowledged or given back before."""
+        keys = self._trainer.give_back(rollout_id)
+        self._put_back(keys)
+        return len(keys)
+
+    def on_weight_version(self, version: VersionLabel) -> None:
+        """The trainer has published weights of this version to the engines. Labels are ordered by these calls."""
+        self._trainer.publish(version)
+        self._look_again()
+
+    def resume_submission(self) -> None:
+        super().resume_submission()
+        self._look_again()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Every group that is pulled and not trained, counters, versions and the data source's state, JSON-ready and of
+        one moment. Raises SampleCodecError naming the field that cannot be saved."""
+        return take_snapshot(self.ledger, self._trainer.versions, self._prompts)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
+        if self._worker is not None:
+            raise RuntimeError("restore comes before the first call")
+        self._returned.extend(restore_state(state, self.ledger, self._trainer.versions, self._prompts))
+        self._window = LedgerWindow(self.ledger)
 
     async def close(self) -> None:
         """End the worker and every group task, at any moment; a call that waits for a batch raises. Twice is fine.
@@ -149,109 +255,302 @@ class FullyAsyncRolloutFn:
             logger.warning("closing a fully-async rollout whose worker had failed: %r", error)
         await self._group_tasks.stop(CLOSE_GRACE_SECS, *([] if worker is None else [worker]))
 
-    # ---- the worker: data source -> in flight -> _output
+    # ---- the worker: data source -> in flight -> store
 
     def _ensure_started(self) -> None:
         if self._closed:
             raise RuntimeError("this FullyAsyncRolloutFn is closed")
-        if self._output is None:
-            self._output = asyncio.Queue(maxsize=self.queue_capacity)
+        if isinstance(self._store, DefaultDataBuffer):
+            self._store.open()
         if self._worker is None:
+            self.ledger.clock = asyncio.get_running_loop().time
             self._worker = asyncio.create_task(self._run_worker(), name="fully-async-worker")
 
     async def _run_worker(self) -> NoReturn:
-        """Keep `max_in_flight_groups` group tasks going until one fails."""
+        """Submit whatever may be submitted until a group task fails."""
         tasks = self._group_tasks
         try:
             while tasks.failure is None:
-                if len(tasks) < self.max_in_flight_groups:
+                submitted = 0
+                while submitted < _SUBMISSIONS_A_TURN and self._may_submit():
                     self._submit_one_group()
-                    await asyncio.sleep(0)  # thousands of submissions in a row must not stall the loop
-                else:
-                    await tasks.wait_until_one_leaves()
+                    submitted += 1
+                if submitted == _SUBMISSIONS_A_TURN:
+                    await asyncio.sleep(0)
+                else:  # nothing more may be submitted now, and no await lies between that answer and the wait
+                    self._wake.clear()
+                    await self._wake.wait()
             raise tasks.failure
         finally:
             if not self._closed:  # else close() is already at it
                 await tasks.stop(CLOSE_GRACE_SECS)
+
+    def _may_submit(self) -> bool:
+        return (
+            self._slots.one_group_fits
+            and not (self._putting and self.config.by_sample)  # by group, those that wait still hold their places
+            and not self._prompts.ended
+            and self.submission_gate.is_open
+            and self._trainer.admits_one()
+        )
 
     def _submit_one_group(self) -> None:
         """Take one prompt group from the data source and start its task: the only place that does either.
 
         No await between the two, so the group is never without an owner.
         """
-        groups = self.data_source.get_samples(1)
-        if len(groups) != 1:
-            raise RuntimeError(
-                f"{type(self.data_source).__name__}.get_samples(1) returned {len(groups)} groups; fully-async rollout "
-                "takes one at a time, for as long as the run lasts (a data source starts its next epoch by itself)"
-            )
-        self._group_tasks.start(groups[0], self._run_group)
+        prompt_group = self._prompts.next_group()
+        if prompt_group is None:
+            self._look_again()
+            return
+        key = self.ledger.pull(prompt_group)
+        self._slots.take(key)
+        self._group_tasks.start(key, self._run_group(key))
 
-    async def _run_group(self, prompt_group: PromptGroup) -> None:
+    async def _run_group(self, key: GroupKey) -> None:
+        prompt_group = key.prompt_group
+        keywords: dict[str, Any] = {}
+        if self.config.by_sample:
+            keywords["sample_done_callback"] = partial(self._slots.free_one, key)
         # Generation gets a list of its own: the prompt group stays flat whatever a generate function does to the list.
         group: Any = await generate_and_rm_group(
-            self.state, list(prompt_group), sampling_params=self.state.sampling_params, evaluation=False
+            self.state, list(prompt_group), sampling_params=self.state.sampling_params, evaluation=False, **keywords
         )
         if not isinstance(group, list):
             raise TypeError(f"generating {describe(prompt_group)} returned {group!r}, expected a list of its samples")
         if self._group_tasks.stopping:
             return  # user code has outlived its cancellation, and nobody may be left to make room in the queue
-        assert self._output is not None
-        await self._output.put((prompt_group, group))
+        take_stock(key, group)
+        self.ledger.finish(key)
+        item = DataBufferInput(prompt_group, group, key)
+        if not (isinstance(self._store, DefaultDataBuffer) and self._store.put_at_once(item)):
+            await self._put(item)
+        if key.owner is Owner.IN_FLIGHT:  # else a custom store has refused it, or has handed it out already
+            self.ledger.queue(key)
+        self._leave(key)
 
-    # ---- the drain: _output -> a batch for the trainer
+    async def _put(self, item: DataBufferInput) -> None:
+        self._putting += 1
+        try:
+            await self._store.put(item)
+        finally:
+            self._putting -= 1
+
+    def _leave(self, key: GroupKey) -> None:
+        """The group is no longer in generation, well or badly."""
+        self._slots.free_all(key)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Something has changed that the worker, or a call that waits while the data ends, should look at."""
+        self._wake.set()
+        if self._prompts.ended and not self.ledger.in_flight and not self.ledger.queued:
+            for waiter in self._end_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    # ---- the drain: store -> a batch for the trainer
 
     async def _drain(self, input: RolloutFnInput | None = None) -> RolloutFnTrainOutput:
         """Collect one batch. Where that fails or is cancelled, every group it had taken is given back."""
         self._ensure_started()
-        trainer_version: int | None = getattr(input, "weight_version", None)
+        rollout_id: int = getattr(input, "rollout_id", -1)
+        self._put_back(self._trainer.begin_call(rollout_id, getattr(input, "weight_version", None)))
+        self._prompts.ended = False  # ask again
+        self._look_again()
         report, self._unreported = self._unreported, DrainReport()
-        mine: list[FinishedGroup] = []  # the accepted groups and, last, the one being judged
+        mine: list[GroupKey] = []  # the accepted groups and, last, the one being judged
         try:
-            while len(mine) < self.config.rollout_batch_size:
-                await asyncio.sleep(0)  # filters are synchronous: between two groups the others get their turn
-                mine.append(await self._next_group(kept=len(mine)))
-                if not await self._accept(mine[-1], trainer_version, report):
-                    mine.pop()
-            samples = self._to_batch(mine)
+            batch = await self._collect(rollout_id, mine, report)
         except BaseException:
-            self._returned.extendleft(reversed(mine))
+            self._put_back(mine)
             report.forget_ages()
             self._unreported = report
             raise
+        self._trainer.hand_over(rollout_id, mine)
+        report.add_trained(mine)
         report.warn_about_unknown_versions(self.config.max_weight_staleness)
-        return RolloutFnTrainOutput(samples=samples, metrics=report.metrics(queue_size=self.queue_size))
+        return RolloutFnTrainOutput(samples=batch, metrics=self._metrics(report))
 
-    async def _next_group(self, kept: int = 0) -> FinishedGroup:
-        """The oldest finished group; waits for one. Raises as soon as the worker has ended, queued groups or not."""
+    async def _collect(self, rollout_id: int, mine: list[GroupKey], report: DrainReport) -> list[list[Any]]:
+        """Fill `mine` and return its batch. From the last look at the groups' age to the return there is no await."""
+        while True:
+            while len(mine) < self.config.rollout_batch_size:
+                await asyncio.sleep(0)  # judging is synchronous: between two groups the others get their turn
+                item = self._ready_group() or await self._next_group(kept=len(mine))
+                if item is None:
+                    break
+                key = item.entry
+                self.ledger.drain(key, rollout_id)
+                mine.append(key)
+                if await self._accept(key, report):
+                    self._refusals.one_was_kept()
+                else:
+                    mine.pop()
+                    self._refusals.require_budget()
+            if not mine:
+                raise EndOfData(f"{self._prompts.end_message}: no group is in flight or queued any more")
+            batch = await self._to_batch(mine)
+            if not self._remove_outdated(mine, report):
+                return batch
+
+    async def _accept(self, key: GroupKey, report: DrainReport) -> bool:
+        """Whether the group belongs in the batch; if not, it has been recycled or dropped, and counted."""
+        assert key.group is not None
+        if key.aborted:
+            report.count_recycled(RecycleReason.ABORTED, self._refusals.unused(key, RecycleReason.ABORTED))
+            return False
+        current = self._trainer.version
+        if not self._trainer.version_known and self.config.max_weight_staleness is not None:
+            current = await self._weight_version.get(self.args)  # the engines', where the trainer has not told its own
+        if not self._is_fresh(key, current, report):
+            return False
+        if self._dynamic_filter is not None:
+            verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
+            if not verdict.keep:
+                report.drops.on_dynamic_filter_drop(verdict.reason)
+                self._refusals.filtered(key, verdict.reason)
+                return False
+        require_members(key.prompt_group, key.group, self.config.n_samples_per_prompt)
+        return True
+
+    def _is_fresh(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> bool:
+        """Whether the group is within the limit; if not, it has been recycled or dropped. None is measured where
+        neither a version nor a limit is known."""
+        if current is None and self.config.max_weight_staleness is None:
+            return True
+        if group_oldest_weight_version is not _group_oldest_weight_version:  # somebody has an idea of age of their own
+            oldest = group_oldest_weight_version(key.group or [])
+            key.versions, key.unversioned = (() if oldest is None else (oldest,)), 0
+        if self._gauge.is_fresh(key, current, report):
+            return True
+        report.count_recycled(RecycleReason.STALE, self._refusals.unused(key, RecycleReason.STALE))
+        return False
+
+    def _remove_outdated(self, mine: list[GroupKey], report: DrainReport) -> bool:
+        """Measure again what was measured against an older version than the trainer's; whether some had to go."""
+        if not self._trainer.version_known or all(self._gauge.is_up_to_date(key) for key in mine):
+            return False
+        before = len(mine)
+        for key in list(mine):
+            if not self._gauge.is_up_to_date(key) and not self._is_fresh(key, self._trainer.version, report):
+                mine.remove(key)
+        return len(mine) < before
+
+    async def _to_batch(self, keys: list[GroupKey]) -> list[list[Any]]:
+        """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
+        batch = sorted_batch(key.group for key in keys if key.group is not None)
+        if self._sample_filter is not None:
+            shape = [len(group) for group in batch]
+            with UserCode("sample filter", self._sample_filter, f"a batch of {len(batch)} groups"):
+                await call_user(self._sample_filter, self.args, batch)
+            require_shape(batch, shape)
+        return batch
+
+    def _put_back(self, keys: list[GroupKey]) -> None:
+        """Groups that were taken and not used come first in the next drain, in their order."""
+        for key in keys:
+            self.ledger.queue(key)
+        self._returned.extendleft(DataBufferInput(key.prompt_group, key.group or [], key) for key in reversed(keys))
+
+    def _metrics(self, report: DrainReport) -> dict[str, Any]:
+        return {
+            **self._store.get_metrics(),
+            **self._window.metrics(
+                in_flight_samples=self._slots.used,
+                in_flight_bound=self.max_in_flight_samples,
+                queue_bytes=getattr(self._store, "size_bytes", 0),
+            ),
+            **report.metrics(queue_size=self.queue_size),
+        }
+
+    # ---- waiting for a finished group
+
+    def _ready_group(self) -> DataBufferInput | None:
+        """The oldest finished group, None where that cannot be told without waiting. Raises as `_next_group` does."""
         self._raise_if_worker_ended()
         if self._returned:
             return self._returned.popleft()
-        assert self._output is not None
-        if not self._output.empty():
-            return self._output.get_nowait()
-        get_group = asyncio.create_task(self._output.get(), name="fully-async next group")
-        try:
-            return await self._wait_for(get_group, kept)
-        except BaseException:
-            if get_group.cancel():  # a cancelled get leaves its group in the queue
-                await asyncio.wait({get_group})
-            elif not get_group.cancelled():  # it has a group already, which must not go down with this wait
-                self._returned.append(get_group.result())
-            raise
+        store = self._store
+        return self._entered(store.get_nowait()) if isinstance(store, DefaultDataBuffer) and store.qsize() else None
 
-    async def _wait_for(self, get_group: asyncio.Task[FinishedGroup], kept: int) -> FinishedGroup:
+    async def _next_group(self, kept: int = 0) -> DataBufferInput | None:
+        """The oldest finished group; waits for one, and returns None where none will come because the data has ended.
+        Raises as soon as the worker has ended, queued groups or not."""
+        ready = self._ready_group()
+        if ready is not None:
+            return ready
+        getting = asyncio.ensure_future(self._store.get(current_version=self._trainer.version))
+        there = False
+        try:
+            there = await self._wait_for(getting, kept)
+        finally:
+            if not there:
+                await self._abandon(getting)
+        return self._entered(getting.result()) if there else None
+
+    def _entered(self, item: Any) -> DataBufferInput:
+        """The item with its entry in the books, which a pair from somebody else's hand gets now."""
+        key: GroupKey | None = getattr(item, "key", None)
+        if key is None:
+            prompt_group, group = item
+            key = None if isinstance(self._store, DefaultDataBuffer) else self.ledger.find(prompt_group)
+            if key is None:
+                key = self.ledger.enter(prompt_group)
+                take_stock(key, group)
+            item = DataBufferInput(prompt_group, group, key)
+        if key.owner is Owner.IN_FLIGHT:  # a custom store's `put` has not returned yet
+            self.ledger.queue(key)
+        return item  # type: ignore[no-any-return]
+
+    async def _abandon(self, getting: asyncio.Future[Any]) -> None:
+        """End a wait for a group; one that it has got already must not go down with it."""
+        if getting.cancel():  # a cancelled get leaves its group in the queue
+            await asyncio.wait({getting})
+        if not getting.cancelled() and getting.exception() is None:
+            self._returned.append(self._entered(getting.result()))
+
+    async def _wait_for(self, getting: asyncio.Future[Any], kept: int) -> bool:
+        """Until the group is there: true. False where the data has ended before."""
         assert self._worker is not None
         loop = asyncio.get_running_loop()
-        since = loop.time()
-        while True:
-            await asyncio.wait(
-                {get_group, self._worker}, timeout=NO_PROGRESS_WARN_SECS, return_when=asyncio.FIRST_COMPLETED
+        patience = Patience(loop.time(), warn_every=NO_PROGRESS_WARN_SECS, limit=self.config.no_progress_timeout)
+        end_of_data: asyncio.Future[None] = loop.create_future()
+        self._end_waiters.add(end_of_data)
+        self._look_again()
+        try:
+            while True:
+                await asyncio.wait(
+                    {getting, self._worker, end_of_data},
+                    timeout=patience.next_look(loop.time()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                self._raise_if_worker_ended()
+                if getting.done() or end_of_data.done():
+                    return getting.done()
+                self._look_at(patience, loop.time(), kept)
+        finally:
+            self._end_waiters.discard(end_of_data)
+
+    def _look_at(self, patience: Patience, now: float, kept: int) -> None:
+        if not self.submission_gate.is_open:
+            patience.renew(now)
+        in_flight = self.ledger.held_by(Owner.IN_FLIGHT)
+        if patience.is_over(now):
+            raise no_progress(patience.waited(now), in_flight, now)
+        if patience.should_warn(now):
+            logger.warning(
+                "no finished group for %.0f s: %d of %d groups kept, %d queued, %d of %d in flight%s",
+                patience.waited(now),
+                kept,
+                self.config.rollout_batch_size,
+                self.queue_size,
+                len(in_flight),
+                self.config.most_groups_in_flight,
+                f", the oldest for {now - in_flight[0].pulled_at:.0f} s: {describe(in_flight[0].prompt_group)}"
+                if in_flight
+                else "",
             )
-            self._raise_if_worker_ended()
-            if get_group.done():
-                return get_group.result()
-            self._warn_no_progress(kept, waited=loop.time() - since)
 
     def _raise_if_worker_ended(self) -> None:
         assert self._worker is not None
@@ -264,81 +563,6 @@ class FullyAsyncRolloutFn:
         if self._worker.cancelled():
             raise RuntimeError("the fully-async worker was cancelled, though nobody closed the rollout function")
         raise self._worker.exception() or RuntimeError("the fully-async worker returned, though it must never end")
-
-    def _warn_no_progress(self, kept: int, waited: float) -> None:
-        oldest = self._group_tasks.oldest
-        now = asyncio.get_running_loop().time()
-        logger.warning(
-            "no finished group for %.0f s: %d of %d groups kept, %d queued, %d of %d in flight%s",
-            waited,
-            kept,
-            self.config.rollout_batch_size,
-            self.queue_size,
-            len(self._group_tasks),
-            self.max_in_flight_groups,
-            f", the oldest for {now - oldest.submitted_at:.0f} s: {describe(oldest.prompt_group)}" if oldest else "",
-        )
-
-    async def _accept(self, finished: FinishedGroup, trainer_version: int | None, report: DrainReport) -> bool:
-        """Whether the group belongs in the batch; if not, it has been recycled or dropped, and counted."""
-        prompt_group, group = finished
-        if has_aborted(group):
-            self._recycle(prompt_group, RecycleReason.ABORTED, report)
-            return False
-        staleness = await self._measure_staleness(group, trainer_version, report)
-        limit = self.config.max_weight_staleness
-        if limit is not None and staleness is not None and staleness > limit:
-            self._recycle(prompt_group, RecycleReason.STALE, report)
-            return False
-        verdict = call_dynamic_filter(self._dynamic_filter, self.args, group)
-        if not verdict.keep:  # not recycled: the worker has long replaced it
-            report.drops.on_dynamic_filter_drop(verdict.reason)
-            return False
-        require_members(finished, self.config.n_samples_per_prompt)
-        if staleness is not None:
-            report.trained.add(staleness)
-        return True
-
-    def _recycle(self, prompt_group: PromptGroup, reason: RecycleReason, report: DrainReport) -> None:
-        """Give the flat prompt group back to the data source, its answers forgotten."""
-        for sample in prompt_group:
-            sample.reset_for_retry()
-        self.data_source.add_samples([prompt_group])
-        report.recycled[reason] += 1
-
-    async def _measure_staleness(self, group: Group, trainer_version: int | None, report: DrainReport) -> int | None:
-        """Versions between the oldest that wrote a token of the group and the current one; None where not known.
-
-        The trainer's own number is the authority; the engines are asked only where it is missing and a limit needs it.
-        A group that is newer than the number counts as fresh (0): the weights moved on after the number was taken.
-        """
-        current = trainer_version
-        if current is None and self.config.max_weight_staleness is None:
-            return None
-        if current is None:
-            current = await self._weight_version.get(self.args)
-        oldest = group_oldest_weight_version(group)
-        known = current is not None and oldest is not None
-        report.unknown_version_groups = (report.unknown_version_groups or 0) + (not known)
-        if current is None or oldest is None:
-            return None
-        staleness = max(0, current - oldest)
-        report.measured.add(staleness)
-        return staleness
-
-    def _to_batch(self, finished: Iterable[FinishedGroup]) -> list[list[Any]]:
-        """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
-        batch = sorted_batch(finished)
-        if self._sample_filter is not None:
-            shape = [len(group) for group in batch]
-            self._sample_filter(self.args, batch)
-            if [len(group) for group in batch] != shape:
-                raise ValueError(
-                    f"--rollout-sample-filter-path: the filter changed the batch from {len(shape)} groups to "
-                    f"{len(batch)}, or the number of samples in a group; it must mark samples "
-                    "(sample.remove_sample = True) and leave the lists as they are"
-                )
-        return batch
 
 
 class _CachedWeightVersion(CachedWeightVersion):

@@ -420,9 +420,6 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         "this feature of later releases is not available yet",
         "drop the flag",
         (
-            value("--rollout-submission-granularity"),
-            value("--async-unused-samples-handler"),
-            value("--custom-async-data-buffer-path"),
             value("--session-message-matcher"),
             switch("--skip-actor-forward-only"),
             switch("--allow-partial-train-step"),

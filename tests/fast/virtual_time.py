@@ -7,7 +7,8 @@ When nothing is ready and a timer is set, time jumps to that timer. When nothing
 nothing can ever happen again: a test that hangs fails at once, with the names of the tasks that wait. A test that
 leaves a task behind fails, too.
 
-Only for code that reads time from its loop and uses neither sockets nor threads.
+Only for code that reads time from its loop and uses neither sockets nor threads. Plain user functions, which would run
+on a thread of their own, are called inline.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import asyncio
 import functools
 import selectors
 from typing import TYPE_CHECKING, Any
+
+from miles.utils.user_calls import InlineUserCalls, use_user_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -56,7 +59,8 @@ def run_virtual(main: Coroutine[Any, Any, Any], *, debug: bool = True) -> Any:
     """Run `main` on a VirtualTimeLoop; its result. Raises AssertionError where it leaves a task behind."""
 
     async def run_and_check() -> Any:
-        result = await main
+        with use_user_calls(InlineUserCalls()):
+            result = await main
         await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks left behind: {sorted(task.get_name() for task in left)}"

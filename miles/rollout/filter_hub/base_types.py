@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from miles.utils.user_calls import UserCode, call_user, name_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,13 +27,43 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
     """
     if fn is None:
         return DynamicFilterOutput(keep=True)
-    verdict = fn(*args, **kwargs)
+    return _verdict(fn, fn(*args, **kwargs), args)
+
+
+async def acall_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+    """`call_dynamic_filter` from an event loop: a plain `fn` runs off the loop (see `user_calls`), an async one on it.
+
+    What `fn` raises is raised as it is, with a note that names filter and group.
+    """
+    if fn is None:
+        return DynamicFilterOutput(keep=True)
+    with UserCode("dynamic filter", fn, _Argument(args)):
+        verdict = await call_user(fn, *args, **kwargs)
+    return _verdict(fn, verdict, args)
+
+
+def _verdict(fn: Callable[..., Any], verdict: Any, args: tuple[Any, ...]) -> DynamicFilterOutput:
     if isinstance(verdict, DynamicFilterOutput):
         return verdict
     if isinstance(verdict, bool) or type(verdict).__name__ in ("bool_", "bool"):  # numpy's bool is not a bool
         return DynamicFilterOutput(keep=bool(verdict))
-    name = getattr(fn, "__qualname__", repr(fn))
-    raise TypeError(f"dynamic filter {name} returned {verdict!r}: expected a DynamicFilterOutput or a bool")
+    raise TypeError(
+        f"dynamic filter {name_of(fn)} returned {verdict!r} for {_Argument(args)}: "
+        "expected a DynamicFilterOutput or a bool"
+    )
+
+
+class _Argument:
+    """Names the group that a filter judged: the second argument, where the caller keeps to the contract."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self._group = args[1] if len(args) > 1 else None
+
+    def __str__(self) -> str:
+        first = self._group
+        while isinstance(first, list) and first:
+            first = first[0]
+        return f"group {getattr(first, 'group_index', None)}"
 
 
 class MetricGatherer:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles.rollout.filter_hub.base_types import DynamicFilterOutput
 from miles.utils.types import Sample
+from miles.utils.user_calls import on_the_loop
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _SMALLEST_STD = 1e-8
 
 
+@on_the_loop
 def check_reward_nonzero_std(args: Namespace, samples: Iterable[Any], **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group whose rewards differ: where they are all the same, every advantage is zero.
 
@@ -29,6 +31,7 @@ def check_reward_nonzero_std(args: Namespace, samples: Iterable[Any], **kwargs: 
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
 
 
+@on_the_loop
 def check_no_aborted(args: Namespace, samples: Iterable[Any], **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group in which no sample was aborted."""
     if any(sample.status == Sample.Status.ABORTED for sample in _flatten(samples)):

@@ -14,6 +14,7 @@ import base64
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from miles.rollout.generate_utils.request_ids import with_request_id
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def compute_request_payload(
         from miles.utils.processing_utils import encode_image_for_rollout_engine
 
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
-    return payload, None
+    return with_request_id(payload), None
 
 
 async def update_sample_from_response(

@@ -26,6 +26,7 @@ from miles.rollout.base_types import (
 from miles.utils.async_utils import run
 from miles.utils.misc import load_function
 from miles.utils.types import Sample
+from miles.utils.user_calls import UserCode, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -120,26 +121,42 @@ class LegacyGenerateFnAdapter:
 async def call_generate_function(fn: Callable[[GenerateFnInput], Any], input: GenerateFnInput) -> Any:
     """Call a loaded generate function: the Sample, or the non-empty list of Samples, that it made.
 
-    Raises ValueError naming the function and the value where it returns anything else.
+    What it raises comes out with a note that names function and sample. Raises ValueError naming function, sample and
+    value where it returns anything else.
     """
-    output = fn(input)
-    if inspect.isawaitable(output):
-        output = await output
+    with UserCode("generate function", unwrap(fn), SampleName(input.sample)):
+        output = fn(input)
+        if inspect.isawaitable(output):
+            output = await output
     samples = output.samples if isinstance(output, GenerateFnOutput) else output
     is_list = isinstance(samples, list) and len(samples) > 0 and all(isinstance(s, Sample) for s in samples)
     if not isinstance(output, GenerateFnOutput) or not (isinstance(samples, Sample) or is_list):
         raise ValueError(
             f"generate function {describe(fn)} must return GenerateFnOutput with a Sample or a non-empty list of "
-            f"Samples, got {shorten(output)}"
+            f"Samples, got {shorten(output)} for {SampleName(input.sample)}"
         )
     return samples
 
 
+class SampleName:
+    """`sample 3 of group 1`, for errors and task names."""
+
+    def __init__(self, sample: Sample | list[Sample]) -> None:
+        self._sample = sample
+
+    def __str__(self) -> str:
+        sample = self._sample[0] if isinstance(self._sample, list) else self._sample
+        return f"sample {sample.index} of group {sample.group_index}"
+
+
+def unwrap(fn: Any) -> Any:
+    """The user's own function behind an adapter."""
+    return fn.fn if isinstance(fn, LegacyRolloutFnAdapter | LegacyGenerateFnAdapter) else fn
+
+
 def describe(fn: Any) -> str:
     """The dotted name of a plug-in, through the adapters."""
-    fn = fn.fn if isinstance(fn, LegacyRolloutFnAdapter | LegacyGenerateFnAdapter) else fn
-    named = fn if hasattr(fn, "__qualname__") else type(fn)
-    return f"{named.__module__}.{named.__qualname__}"
+    return name_of(unwrap(fn))
 
 
 def shorten(value: Any, limit: int = 200) -> str:

@@ -1,8 +1,9 @@
 """Generation and reward of one sample and of one group, and the rollout function around them.
 
-    group --generate_and_rm_group--> one task per sample --generate_and_rm--> [slot] generate function --> reward
+    group --generate_and_rm_group--> one task per sample (SampleRun): [slot] generate function --> reward
                                           |
-                                          +-- one fails: the siblings are cancelled and settled, its error is raised
+                                          +-- user code fails: the siblings are cancelled and settled, its error raised
+                                          +-- transport, deadline, abort: this sample alone is generated again
 
 A slot of `GenerateState.generate_fn_semaphore` is held for a whole trajectory (all turns of it); rewards are computed
 outside of it. Importing this module is light: the tokenizer and its libraries are loaded on first use.
@@ -12,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout.base_types import (
-    GenerateFnInput,
     RolloutFnConstructorInput,
     RolloutFnEvalOutput,
     RolloutFnInput,
@@ -25,15 +25,19 @@ from miles.rollout.base_types import (
 )
 from miles.rollout.generate_hub import single_turn
 from miles.rollout.generate_utils.generate_endpoint_utils import ensure_routing_key
-from miles.rollout.inference_rollout.compatibility import call_generate_function, load_generate_function
+from miles.rollout.inference_rollout.compatibility import SampleName, load_generate_function
+from miles.rollout.inference_rollout.deadlines import DeadlineConfig, GroupClock
+from miles.rollout.inference_rollout.notices import Notices
+from miles.rollout.inference_rollout.sample_failures import members, too_stale
+from miles.rollout.inference_rollout.sample_run import SampleRun, is_aborted, reward_in_time
 from miles.rollout.inference_rollout.sibling_tasks import gather_or_cancel
-from miles.rollout.rm_hub import async_rm, batched_async_rm
-from miles.utils.data import private_copy
+from miles.rollout.rm_hub import batched_async_rm
 from miles.utils.timeline import BusyIntervals
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Callable, Sequence
 
 Group = list["Sample | list[Sample]"]
 logger = logging.getLogger(__name__)
@@ -43,7 +47,10 @@ class GenerateState:
     """What all generation of one rollout function shares: slots, sampling parameters, tokenizer, the abort flag.
 
     Training and evaluation have one each. `busy` records when at least one slot was held. `aborted` makes samples that
-    have not started yet return ABORTED; `reset` clears it.
+    have not started yet return ABORTED, and nothing be replaced; `reset` clears it.
+
+    Counted here, and never set back: `sample_retries` (samples generated again alone), `sample_timeouts` (deadlines
+    that passed), `missing_rewards` (samples taken out by `--missing-reward remove`).
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -60,6 +67,14 @@ class GenerateState:
         self.generate_function: Any = custom or single_turn.generate
         self.aborted = False
         self.busy = BusyIntervals()
+        self.deadlines = DeadlineConfig.from_args(args)
+        self.sample_max_retries: int = getattr(args, "sample_max_retries", 0)
+        self.max_weight_staleness: int | None = getattr(args, "max_weight_staleness", None)
+        self.weight_version: int | None = None
+        self.sample_retries = 0
+        self.sample_timeouts = 0
+        self.missing_rewards = 0
+        self.notices = Notices()
         self._functions_by_path: dict[str, Any] = {}
 
     @cached_property
@@ -80,6 +95,14 @@ class GenerateState:
 
     def reset(self) -> None:
         self.aborted = False
+
+    def still_usable(self, samples: Sequence[Sample]) -> bool:
+        """Whether finished samples are worth keeping for siblings that must be generated again now.
+
+        No sample may be older than `--max-weight-staleness` allows at `weight_version`, which whoever learns of a
+        weight update sets. An owner with an order of versions of its own replaces this method on its instance.
+        """
+        return not too_stale(samples, self.weight_version, self.max_weight_staleness)
 
     def generate_function_for(self, sample: Sample) -> Any:
         """The sample's own generate function where it names one, else the run's."""
@@ -125,41 +148,31 @@ async def generate_and_rm(
 ) -> Sample | list[Sample]:
     """Answer one sample and reward the answer (the reward waits for the group with `--group-rm`).
 
-    A finished sample comes back untouched. A sample that starts while the state is aborted comes back ABORTED, as does
-    one whose generation was aborted; neither is rewarded. A list comes back where the generate function made several
-    samples of one, and a list that comes in must be finished. Errors of plug-ins are raised as they are.
+    A finished sample comes back untouched. A sample that starts while the state is aborted comes back ABORTED. A sample
+    whose generation was aborted, FAILED, lost its connection or passed its deadline is generated again, at most
+    `--sample-max-retries` times, and comes back ABORTED and without a reward where that did not help. A list comes back
+    where the generate function made several samples of one, and a list that comes in must be finished. Errors of
+    plug-ins are raised as they are.
     """
-    args = state.args
-    group_rm = getattr(args, "group_rm", False)
-    if isinstance(sample, list) or sample.status.is_finished:
-        _check_finished(sample, needs_reward=not group_rm)
+    if _is_finished(state, sample):
         return sample
+    assert isinstance(sample, Sample)
+    return await SampleRun(state, sample, sampling_params, evaluation, GroupClock(state.deadlines)).run()
+
+
+def _is_finished(state: GenerateState, sample: Sample | list[Sample]) -> bool:
+    """Whether the sample has its answer already. One that has not is made ready for generation."""
+    args = state.args
+    if isinstance(sample, list) or sample.status.is_finished:
+        _check_finished(sample, needs_reward=not getattr(args, "group_rm", False))
+        return True
     if getattr(args, "partial_rollout", False) and getattr(args, "mask_offpolicy_in_partial_rollout", False):
         _mask_earlier_tokens(sample)
-
-    async with state.generate_fn_semaphore:
-        if state.aborted:
-            sample.status = Sample.Status.ABORTED
-            return sample
-        with state.busy:
-            own_params = {name: private_copy(value) for name, value in sampling_params.items()}
-            input = GenerateFnInput(state=state, sample=sample, sampling_params=own_params, evaluation=evaluation)
-            generated = await call_generate_function(state.generate_function_for(sample), input)
-
-    members = generated if isinstance(generated, list) else [generated]
-    if group_rm or any(member.status is Sample.Status.ABORTED for member in members):
-        return generated
-    if isinstance(generated, list):
-        unrewarded = [member for member in generated if member.reward is None]
-        if unrewarded:
-            await batched_async_rm(args, unrewarded, inplace_set_reward_field=True)
-    elif generated.reward is None:
-        generated.reward = await async_rm(args, generated)
-    return generated
+    return False
 
 
 def _check_finished(sample: Sample | list[Sample], *, needs_reward: bool) -> None:
-    for member in sample if isinstance(sample, list) else [sample]:
+    for member in members(sample):
         if not member.status.is_finished:
             raise ValueError(
                 f"sample {member.index} is one of several made from one prompt and is {member.status.value}: "
@@ -175,27 +188,105 @@ def _mask_earlier_tokens(sample: Sample) -> None:
 
 
 async def generate_and_rm_group(
-    state: GenerateState, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+    state: GenerateState,
+    group: list[Sample],
+    sampling_params: dict[str, Any],
+    evaluation: bool = False,
+    sample_done_callback: Callable[[], None] | None = None,
 ) -> list[Sample]:
     """Answer and reward the samples of one prompt side by side; the result has as many members, in the same order.
 
-    Returns the group at once where the state is aborted. A failing sample cancels and settles its siblings, and its
-    error is raised. With `--group-rm` the whole group is rewarded at the end, unless one of its samples was aborted.
-    """
-    if state.aborted:
-        return group
-    args = state.args
-    for member in group:
-        for sample in member if isinstance(member, list) else [member]:
-            ensure_routing_key(args, sample)
+    Returns the group at once where the state is aborted. What user code raises cancels and settles the siblings, and is
+    raised. Anything else that goes wrong with a sample concerns this sample alone, see `generate_and_rm`; it is not
+    generated again where that would meet siblings that are too old by then (`GenerateState.still_usable`), for these
+    would have to be generated again, too. With `--group-rm` the whole group is rewarded at the end, unless one of its
+    samples was aborted.
 
-    results: Any = await gather_or_cancel(
-        generate_and_rm(state, sample, _seeded(args, sampling_params, i), evaluation=evaluation)
-        for i, sample in enumerate(group)
-    )
-    if getattr(args, "group_rm", False):
-        await _reward_group(args, results)
-    return list(results)
+    `sample_done_callback` is called exactly once for each member, without arguments and on the loop, as soon as the
+    member needs no generation slot any more: it has its answer and has freed its slot (rewards come after that), or it
+    has failed, was cancelled, or was not generated at all. All calls have been made when this returns or raises.
+    """
+    return await _GroupRun(state, group, sampling_params, evaluation, sample_done_callback).run()
+
+
+class _GroupRun:
+    """The members of one group in generation, and what each still owes to the callback."""
+
+    def __init__(
+        self,
+        state: GenerateState,
+        group: list[Sample],
+        sampling_params: dict[str, Any],
+        evaluation: bool,
+        sample_done_callback: Callable[[], None] | None,
+    ) -> None:
+        self._state = state
+        self._group = group
+        self._sampling_params = sampling_params
+        self._evaluation = evaluation
+        self._callback = sample_done_callback
+        self._unreported = set(range(len(group)))
+        self._clock = GroupClock(state.deadlines)
+        self._runs: list[SampleRun] = []
+
+    async def run(self) -> list[Sample]:
+        try:
+            return self._group if self._state.aborted else await self._answer()
+        finally:
+            for i in list(self._unreported):  # what was cancelled before it began
+                self._report(i)
+
+    async def _answer(self) -> list[Sample]:
+        state = self._state
+        for member in self._group:
+            for sample in members(member):
+                ensure_routing_key(state.args, sample)
+        results: Any = await gather_or_cancel(
+            (self._answer_one(i, sample) for i, sample in enumerate(self._group)), map(SampleName, self._group)
+        )
+        if getattr(state.args, "group_rm", False) and not await self._reward(results):
+            for sample in flatten(results):
+                sample.status = Sample.Status.ABORTED
+        return list(results)
+
+    async def _answer_one(self, i: int, sample: Sample) -> Sample | list[Sample]:
+        if _is_finished(self._state, sample):
+            return sample
+        run = SampleRun(
+            self._state,
+            sample,
+            _seeded(self._state.args, self._sampling_params, i),
+            self._evaluation,
+            self._clock,
+            may_retry=self._may_retry,
+            on_generated=partial(self._report, i),
+        )
+        self._runs.append(run)
+        return await run.run()
+
+    def _report(self, i: int) -> None:
+        if i in self._unreported:
+            self._unreported.remove(i)
+            if self._callback is not None:
+                self._callback()
+
+    def _may_retry(self) -> bool:
+        finished = [run.generated for run in self._runs if run.generated is not None]
+        return self._state.still_usable(flatten(finished))
+
+    async def _reward(self, group: Group) -> bool:
+        """Reward the whole group; False where the group's deadline came first."""
+        if is_aborted(flatten(group)):
+            return True
+        if await reward_in_time(self._state, self._clock, lambda: _reward_group(self._state, group)):
+            return True
+        self._state.notices.note(f"group {flatten(group)[0].group_index} is given up", "no reward in time")
+        return False
+
+
+def flatten(group: Group) -> list[Sample]:
+    """The samples of a group, those of members that became several included."""
+    return [sample for member in group for sample in members(member)]
 
 
 def _seeded(args: Namespace, sampling_params: dict[str, Any], i: int) -> dict[str, Any]:
@@ -205,11 +296,9 @@ def _seeded(args: Namespace, sampling_params: dict[str, Any], i: int) -> dict[st
     return {**sampling_params, "sampling_seed": getattr(args, "rollout_seed", 42) + i}
 
 
-async def _reward_group(args: Namespace, group: Group) -> None:
-    samples = [s for member in group for s in (member if isinstance(member, list) else [member])]
-    if any(sample.status is Sample.Status.ABORTED for sample in samples):
-        return
-    rewards = await batched_async_rm(args, samples)
+async def _reward_group(state: GenerateState, group: Group) -> None:
+    samples = flatten(group)
+    rewards = await batched_async_rm(state.args, samples)
     if not isinstance(rewards, list) or len(rewards) != len(samples):
         raise ValueError(f"--group-rm: {len(samples)} samples need a list of as many rewards, got {rewards!r}")
     for sample, reward in zip(samples, rewards, strict=True):

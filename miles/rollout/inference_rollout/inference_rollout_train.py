@@ -16,14 +16,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout.base_types import RolloutFnTrainOutput
-from miles.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
-from miles.rollout.generate_utils.generate_endpoint_utils import router_url
+from miles.rollout.filter_hub.base_types import MetricGatherer, acall_dynamic_filter
 from miles.rollout.inference_rollout.compatibility import shorten
+from miles.rollout.inference_rollout.engine_aborts import get_worker_urls
 from miles.rollout.inference_rollout.inference_rollout_common import generate_and_rm_group
 from miles.rollout.inference_rollout.sibling_tasks import cancel_and_settle, failure_of
-from miles.utils.http_utils import HttpRequestError, get, post
+from miles.utils.http_utils import HttpRequestError, post
 from miles.utils.misc import call_agent_abort_hook, load_function
 from miles.utils.types import Sample
+from miles.utils.user_calls import UserCode, call_user
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -81,14 +82,15 @@ class _BatchCollection:
         try:
             while len(self._kept) < self._target:
                 self._submit()
-                self._sort_out(await _first_done(self._prompts))
+                await self._sort_out(await _first_done(self._prompts))
             self._unused += await self._abort_rest()
         finally:
             await cancel_and_settle(list(self._prompts))
             self.state.reset()
         data = sorted(self._kept, key=_first_index)
         if self._sample_filter is not None:
-            self._sample_filter(self.args, data)
+            with UserCode("sample filter", self._sample_filter, f"the batch of rollout {self.rollout_id}"):
+                await call_user(self._sample_filter, self.args, data)
         if self._all_samples_process is not None:
             self._all_samples_process(self.args, sorted(self._finished, key=_first_index), self._get_samples)
         return RolloutFnTrainOutput(samples=data, metrics=self._metrics.collect()), self._unused  # type: ignore[arg-type]
@@ -103,7 +105,7 @@ class _BatchCollection:
                 )
             self._prompts.update(zip(submit_generate_tasks(self.state, groups), groups, strict=True))
 
-    def _sort_out(self, done: set[asyncio.Task[Any]]) -> None:
+    async def _sort_out(self, done: set[asyncio.Task[Any]]) -> None:
         """Decide on each finished group; the first error among them is raised."""
         ordered = [task for task in self._prompts if task in done]
         for task in ordered:
@@ -117,7 +119,7 @@ class _BatchCollection:
                 self._unused.append(self._for_reuse(prompts, group))
                 continue
             self._finished.append(group)
-            verdict = call_dynamic_filter(self._dynamic_filter, self.args, group)
+            verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, group)
             if not verdict.keep:
                 self._metrics.on_dynamic_filter_drop(reason=verdict.reason)
             elif len(self._kept) < self._target:
@@ -191,15 +193,6 @@ async def _abort_engines(args: Namespace) -> None:
             logger.warning("engine %s did not take the abort request: %s", url, result)
         elif isinstance(result, BaseException):
             raise result
-
-
-async def get_worker_urls(args: Namespace) -> list[str]:
-    """The addresses of the engines behind the router, each once ("@rank" suffixes of data-parallel ranks removed)."""
-    if getattr(args, "use_miles_router", False):
-        urls = (await get(router_url(args, "/list_workers")))["urls"]
-    else:
-        urls = [worker["url"] for worker in (await get(router_url(args, "/workers")))["workers"]]
-    return list(dict.fromkeys(url.rpartition("@")[0] or url for url in urls))
 
 
 def group_for_reuse(args: Namespace, prompts: list[Sample], group: Group, rollout_id: int) -> list[Sample]:

@@ -7,7 +7,10 @@ author wants neither.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from miles.utils.user_calls import UserFunctionError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
@@ -15,14 +18,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]], names: Iterable[object] = ()) -> list[T]:
     """The results, in order. The first failure cancels the rest, waits until all have ended, and is raised.
 
-    Cancelling the caller does the same. A child that ends cancelled although nobody cancelled it is a failure
-    (RuntimeError), so that it is never mistaken for the caller's own cancellation.
+    Cancelling the caller does the same. A child that ends cancelled although nobody here cancelled it is a failure
+    (UserFunctionError), so that it is never mistaken for the caller's own cancellation. `names` tell the children apart
+    in that error; their `str` is taken only then.
     """
     children = list(coroutines)
-    tasks = [asyncio.ensure_future(_own_cancellation_fails(child)) for child in children]
+    siblings = _Siblings()
+    named = itertools.zip_longest(children, itertools.islice(names, len(children)))
+    tasks = [asyncio.ensure_future(siblings.run(child, name)) for child, name in named]
     if not tasks:
         return []
     try:
@@ -31,6 +37,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
         if failure is not None:
             raise failure
     except BaseException:
+        siblings.stopping = True
         await cancel_and_settle(tasks)
         for child in children:
             child.close()  # one that was cancelled before its first step has not been awaited
@@ -38,15 +45,23 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
     return [task.result() for task in tasks]
 
 
-async def _own_cancellation_fails(child: Coroutine[Any, Any, T]) -> T:
-    try:
-        return await child
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling() == 0:
-            name = getattr(child, "__qualname__", child)
-            raise RuntimeError(f"{name} was cancelled from within") from error
-        raise
+class _Siblings:
+    """Tells the cancellation of a child by its gathering from one that came from within the child."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+
+    async def run(self, child: Coroutine[Any, Any, T], name: object) -> T:
+        try:
+            return await child
+        except asyncio.CancelledError as error:
+            if self.stopping:
+                raise
+            who = getattr(child, "__qualname__", child) if name is None else name
+            raise UserFunctionError(
+                f"{who} was cancelled from within: a user function cancelled its own task, or let the cancellation of "
+                "something else escape"
+            ) from error
 
 
 def failure_of(task: asyncio.Future[Any]) -> BaseException | None:

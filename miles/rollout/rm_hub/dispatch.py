@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from miles.rollout.rm_hub.math_utils import extract_boxed_answer, math_reward
 from miles.rollout.rm_hub.remote import remote_rm
 from miles.rollout.rm_hub.validation import check_reward, check_reward_list
 from miles.utils.misc import load_function
+from miles.utils.user_calls import UserCode, call_user
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -141,8 +141,21 @@ async def _batch_rewards(args: Namespace, samples: Sequence[Sample], **kwargs: A
 
 
 async def _call(path: str, args: Namespace, samples: Any, **kwargs: Any) -> Any:
-    result = load_function(path)(args, samples, **kwargs)
-    return await result if inspect.isawaitable(result) else result
+    fn = load_function(path)
+    with UserCode("reward function", fn, _Rewarded(samples)):
+        return await call_user(fn, args, samples, **kwargs)
+
+
+class _Rewarded:
+    """Names the sample, or the samples, of one call."""
+
+    def __init__(self, samples: Sample | list[Sample]) -> None:
+        self._samples = samples
+
+    def __str__(self) -> str:
+        if isinstance(self._samples, list):
+            return f"samples {[sample.index for sample in self._samples]}"
+        return f"sample {self._samples.index} of group {self._samples.group_index}"
 
 
 def _custom_path(args: Namespace, sample: Sample) -> str | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from miles.rollout._fully_async_ledger import Owner
 from miles.utils.types import Sample
 from tests.fast.fakes import FakeDataSource, answer, group_indexes
 from tests.fast.rollout.fully_async_setup import build, train
@@ -89,7 +90,7 @@ class Schedule:
 
     def check_books(self, fn: FullyAsyncRolloutFn) -> None:
         waiting = [pair[0] for pair in (*fn._returned, *(fn._output._queue if fn._output else ()))]
-        in_flight = [item.prompt_group for item in fn._group_tasks._in_flight.values()]
+        in_flight = [key.prompt_group for key in fn.ledger.held_by(Owner.IN_FLIGHT)]
         places = self.trained + self.dropped + _count(self.source.added) + _count(waiting) + _count(in_flight)
         assert places == _count(self.source.pulled)
         assert max(self.trained.values(), default=0) <= 1

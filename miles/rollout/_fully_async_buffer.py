@@ -1,0 +1,142 @@
+"""The store of finished groups: between generation, which puts, and the drain, which gets.
+
+`--custom-async-data-buffer-path` replaces it by a class of one's own, built as `cls(DataBufferConstructorInput)`:
+
+    class NewestFirst:
+        def __init__(self, input): ...
+        async def put(self, item): ...           # may wait: generation pauses meanwhile
+        async def get(self, **context): ...      # waits for a group and returns an item that was put
+        def get_metrics(self): ...               # numbers for this step's metrics; called once a batch
+
+`context` has `current_version`, the trainer's, None where it is not known. A `get` may be cancelled while it waits, and
+must not have taken a group then. A store that refuses a group must say so, from `put` or from `get`, or the group
+counts as queued for ever: `unused_handler_fn(prompt_group)` has it generated again (or dropped, by
+`--async-unused-samples-handler`), `drop_fn(prompt_group)` drops it. The drain judges what it gets in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable
+
+    from miles.rollout._fully_async_groups import Group, PromptGroup
+    from miles.rollout._fully_async_ledger import GroupKey
+
+
+@dataclass(frozen=True)
+class DataBufferConstructorInput:
+    """What a store is built from."""
+
+    args: Namespace
+    unused_handler_fn: Callable[[PromptGroup], None]
+    drop_fn: Callable[[PromptGroup], None]
+    capacity_groups: int
+    """Groups that should wait at most; the flags' value, for the store to keep."""
+
+    capacity_bytes: int | None
+    """Estimated bytes that should wait at most, None for any number."""
+
+
+class DataBufferInput(tuple[Any, Any]):
+    """A finished group: `(prompt_group, group)`. `key` is its entry in the books; None where somebody else made it."""
+
+    key: GroupKey | None
+
+    def __new__(cls, prompt_group: PromptGroup, group: Group, key: GroupKey | None = None) -> DataBufferInput:
+        self = tuple.__new__(cls, (prompt_group, group))
+        self.key = key
+        return self
+
+    @property
+    def entry(self) -> GroupKey:
+        assert self.key is not None
+        return self.key
+
+    @property
+    def prompt_group(self) -> PromptGroup:
+        return self[0]  # type: ignore[no-any-return]
+
+    @property
+    def group(self) -> Group:
+        return self[1]  # type: ignore[no-any-return]
+
+
+class DataBuffer(Protocol):
+    """The contract; see the module docstring."""
+
+    async def put(self, item: DataBufferInput) -> None: ...
+
+    async def get(self, **context: Any) -> DataBufferInput: ...
+
+    def get_metrics(self) -> dict[str, Any]: ...
+
+
+class DefaultDataBuffer:
+    """First in, first out. `put` waits while `capacity_groups` groups are queued, or while their bytes and the new
+    group's exceed `capacity_bytes`; a group that exceeds it alone is let in once the queue is empty.
+
+    `queue` holds `(prompt_group, group)` pairs and may be replaced; what others put into it has no size.
+    """
+
+    def __init__(self, input: DataBufferConstructorInput) -> None:
+        self.capacity_groups = input.capacity_groups
+        self.capacity_bytes = input.capacity_bytes
+        self.queue: asyncio.Queue[Any] | None = None
+        self.size_bytes = 0
+        self._shrunk = asyncio.Event()
+
+    def open(self) -> asyncio.Queue[Any]:
+        if self.queue is None:
+            self.queue = asyncio.Queue(maxsize=self.capacity_groups)
+        return self.queue
+
+    def qsize(self) -> int:
+        return 0 if self.queue is None else self.queue.qsize()
+
+    def put_at_once(self, item: DataBufferInput) -> bool:
+        """`put` where that need not wait; else nothing happens."""
+        queue = self.queue
+        if queue is None or self.capacity_bytes is not None or queue.full():
+            return False
+        queue.put_nowait(item)
+        self.size_bytes += item.entry.size_bytes
+        return True
+
+    async def put(self, item: DataBufferInput) -> None:
+        size = 0 if item.key is None else item.key.size_bytes
+        if self.capacity_bytes is not None:
+            while self.size_bytes and self.size_bytes + size > self.capacity_bytes:
+                self._shrunk.clear()
+                await self._shrunk.wait()
+        self.size_bytes += size  # reserved before the wait, so that others that wait see it
+        try:
+            await self.open().put(item)
+        except BaseException:
+            self._shrink(size)
+            raise
+
+    async def get(self, **context: Any) -> Any:
+        return self._taken(await self.open().get())
+
+    def get_nowait(self) -> Any:
+        """The oldest group. Raises asyncio.QueueEmpty."""
+        return self._taken(self.open().get_nowait())
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {}
+
+    def _taken(self, item: Any) -> Any:
+        key = getattr(item, "key", None)
+        if key is not None:
+            self._shrink(key.size_bytes)
+        return item
+
+    def _shrink(self, size: int) -> None:
+        self.size_bytes -= size
+        if self.capacity_bytes is not None:
+            self._shrunk.set()

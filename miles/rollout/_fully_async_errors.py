@@ -1,0 +1,57 @@
+"""How a fully-async rollout ends other than by `close()` or by an error of somebody else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from miles.rollout._fully_async_groups import describe, samples_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from miles.rollout._fully_async_ledger import GroupKey
+
+_LISTED = 20
+
+
+class EndOfData(RuntimeError):
+    """The data source has no more prompts, and every group that it handed out was trained, or dropped."""
+
+
+class NoProgress(RuntimeError):
+    """No group was finished for `--no-progress-timeout` seconds."""
+
+
+class NothingGetsThrough(RuntimeError):
+    """`--max-empty-batches` batches' worth of groups were turned down in a row."""
+
+
+def no_progress(waited: float, in_flight: Iterable[GroupKey], now: float) -> NoProgress:
+    """The error that lists the groups in flight, oldest first: index, age, engine where known, state."""
+    stuck = list(in_flight)
+    lines = [f"no finished group for {waited:.0f} s, the limit of --no-progress-timeout; in flight:"]
+    lines += [f"  {_describe_stuck(key, now)}" for key in stuck[:_LISTED]]
+    lines += [f"  and {len(stuck) - _LISTED} more"] if len(stuck) > _LISTED else []
+    lines += ["  nothing"] if not stuck else []
+    return NoProgress("\n".join(lines))
+
+
+def nothing_gets_through(batches: int, turned_down: Mapping[str, int]) -> NothingGetsThrough:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(turned_down.items(), key=lambda x: -x[1]))
+    return NothingGetsThrough(
+        f"{sum(turned_down.values())} finished groups in a row were turned down and none was kept, the limit of "
+        f"--max-empty-batches {batches}: {reasons}"
+    )
+
+
+def _describe_stuck(key: GroupKey, now: float) -> str:
+    samples = samples_of(key.prompt_group)
+    states = Counter(sample.status.value for sample in samples)
+    engines = sorted({str(engine) for sample in samples if (engine := getattr(sample, "engine", None)) is not None})
+    state = "finished, waiting for room in the queue" if key.group is not None else "in generation"
+    return (
+        f"{describe(key.prompt_group)}: {now - key.pulled_at:.0f} s old, {state}, "
+        f"samples {', '.join(f'{count} {status}' for status, count in states.items())}, "
+        f"{key.slots} of {len(samples)} places held, engine {', '.join(engines) or 'not known'}"
+    )

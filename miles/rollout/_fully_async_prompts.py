@@ -1,0 +1,85 @@
+"""Where the worker's prompt groups come from, and how they go back.
+
+    _reissue (a restored state's) --first--> next_group --> the worker
+    data source ---------------------------^     ^
+       ^                                         |
+       +------------ take_back (answers forgotten, retries counted)
+
+A data source hands out what it was given back before anything fresh, so a few groups that fail again and again could
+keep fresh ones waiting. Two things bound that: a group may start over `--async-max-group-retries` times, and where the
+data source has `get_fresh_samples(n)`, a fresh group comes after each retried one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from miles.rollout._fully_async_groups import PromptGroup
+
+_RETRIES = "fully_async_retries"  # an attribute of the group's first sample, so that it is saved with it
+
+
+class PromptSupply:
+    def __init__(self, data_source: Any) -> None:
+        self._data_source = data_source
+        self._reissue: deque[PromptGroup] = deque()
+        self._fresh_is_next = False
+        self.ended = False
+        """The data source had nothing, when it was asked last."""
+
+    @property
+    def end_message(self) -> str:
+        return f"{type(self._data_source).__name__}.get_samples(1) returned 0 groups"
+
+    def next_group(self) -> PromptGroup | None:
+        """One prompt group, None where the data has ended. Raises RuntimeError for a data source that returns more."""
+        if self._reissue:
+            return self._reissue.popleft()
+        fresh = getattr(self._data_source, "get_fresh_samples", None) if self._fresh_is_next else None
+        groups = (fresh or self._data_source.get_samples)(1)
+        if fresh is not None and not groups:
+            groups = self._data_source.get_samples(1)
+        if len(groups) > 1:
+            raise RuntimeError(
+                f"{type(self._data_source).__name__}.get_samples(1) returned {len(groups)} groups; fully-async rollout "
+                "takes one at a time, for as long as the run lasts (a data source starts its next epoch by itself)"
+            )
+        self.ended = not groups
+        if not groups:
+            return None
+        self._fresh_is_next = retries_of(groups[0]) > 0
+        return groups[0]
+
+    def take_back(self, prompt_group: PromptGroup) -> None:
+        """Give the flat prompt group back to the data source, its answers forgotten. Raises what that raises."""
+        for sample in prompt_group:
+            sample.reset_for_retry()
+        if prompt_group:
+            setattr(prompt_group[0], _RETRIES, retries_of(prompt_group) + 1)
+        self._data_source.add_samples([prompt_group])
+        self.ended = False
+
+    def reissue(self, prompt_groups: list[PromptGroup]) -> None:
+        """Hand these out before anything else."""
+        self._reissue.extend(prompt_groups)
+
+    @property
+    def waiting(self) -> list[PromptGroup]:
+        """Groups that `reissue` got and that were not handed out yet."""
+        return list(self._reissue)
+
+    def state_dict(self) -> Any:
+        """The data source's, None where it has none."""
+        read = getattr(self._data_source, "state_dict", None)
+        return None if read is None else read()
+
+    def load_state_dict(self, state: Any) -> None:
+        if state is not None:
+            self._data_source.load_state_dict(state)
+
+
+def retries_of(prompt_group: PromptGroup) -> int:
+    """How often the group has started over."""
+    return getattr(prompt_group[0], _RETRIES, 0) if prompt_group else 0

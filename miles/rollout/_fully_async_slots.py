@@ -1,0 +1,45 @@
+"""The places in generation, counted in samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from miles.rollout._fully_async_ledger import GroupKey
+
+
+class SampleSlots:
+    """`total` places. A group takes `per_group` of them and frees each once: one by one, or the rest together.
+
+    `on_room` is called when places have become free and one more group fits.
+    """
+
+    def __init__(self, total: int, per_group: int, on_room: Callable[[], None]) -> None:
+        self.total = total
+        self.per_group = per_group
+        self.used = 0
+        self._on_room = on_room
+        self._most_used_with_room = total - per_group
+
+    @property
+    def one_group_fits(self) -> bool:
+        return self.used <= self._most_used_with_room
+
+    def take(self, key: GroupKey) -> None:
+        self.used += self.per_group
+        key.slots = self.per_group
+
+    def free_one(self, key: GroupKey) -> None:
+        """A sample of the group has finished. Does nothing where all of its places are free already."""
+        if key.slots:
+            key.slots -= 1
+            self.used -= 1
+            if self.used <= self._most_used_with_room:
+                self._on_room()
+
+    def free_all(self, key: GroupKey) -> None:
+        """The group has left generation."""
+        self.used -= key.slots
+        key.slots = 0

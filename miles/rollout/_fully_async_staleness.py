@@ -1,0 +1,81 @@
+"""How stale groups are, and whether that is within `--max-weight-staleness`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from miles.rollout._fully_async_groups import describe, samples_of
+
+if TYPE_CHECKING:
+    from miles.rollout._fully_async_ledger import GroupKey
+    from miles.rollout._fully_async_metrics import DrainReport
+    from miles.rollout._fully_async_versions import VersionLabel, WeightVersions
+
+
+@dataclass(frozen=True)
+class _Age:
+    staleness: int | None
+    all_known: bool
+
+
+_MOST_CACHED = 1024
+
+
+class StalenessGauge:
+    """Measures groups against a current version: the trainer's, or what the engines report.
+
+    Most groups carry one of a few sets of versions, so their ages are kept until the current version changes.
+    """
+
+    def __init__(self, versions: WeightVersions, *, limit: int | None, strict: bool) -> None:
+        self._versions = versions
+        self._limit = limit
+        self._strict = strict
+        self._ages: dict[tuple[int | str, ...], _Age] = {}
+        self._ages_against: tuple[VersionLabel, int] | None = None
+
+    def is_fresh(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> bool:
+        """Measure the group; whether it is within the limit. Where its age cannot be told it is, and is counted.
+
+        A group that is newer than `current` is fresh (0): the weights moved on after that was taken. Raises ValueError
+        naming a sample of unknown age where that is wanted.
+        """
+        age = self._age(key.versions, current)
+        key.staleness = staleness = age.staleness
+        key.measured_serial = self._versions.serial
+        if key.unversioned or not age.all_known:
+            self._note_unknown(key, current, report)
+        report.add_measured(staleness)
+        return self._limit is None or staleness is None or staleness <= self._limit
+
+    def is_up_to_date(self, key: GroupKey) -> bool:
+        """Whether the trainer's version is the one that the group was measured against."""
+        return key.measured_serial == self._versions.serial
+
+    def _age(self, labels: tuple[int | str, ...], current: VersionLabel | None) -> _Age:
+        if current is None:
+            return _Age(None, all_known=False)
+        against = (current, self._versions.serial)
+        if against != self._ages_against or len(self._ages) > _MOST_CACHED:
+            self._ages, self._ages_against = {}, against
+        age = self._ages.get(labels)
+        if age is None:
+            ages = [self._versions.age(label, current) for label in labels]
+            known = [a for a in ages if a is not None]
+            age = self._ages[labels] = _Age(max(known, default=None), all_known=len(known) == len(ages))
+        return age
+
+    def _note_unknown(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> None:
+        """Count the samples that carry no version, or one whose age cannot be told; or raise for the first of them."""
+        assert key.group is not None
+        for sample in samples_of(key.group):
+            labels = sample.weight_versions
+            if labels and self._age(tuple(labels), current).all_known:
+                continue
+            report.unknown_version_samples += 1
+            if self._strict:
+                raise ValueError(
+                    f"--strict-weight-versions: sample {sample.index} of {describe(key.prompt_group)} has the weight "
+                    f"versions {labels}; the trainer's current one is {current!r}, and it must have published them all"
+                )
