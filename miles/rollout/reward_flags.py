@@ -46,6 +46,14 @@ def add_flags(parser: ArgumentParser) -> None:
         default=None,
         help="Key of the reward to train on in a dict. None: a plain number.",
     )
+    group.add_argument(
+        "--missing-reward",
+        choices=["error", "remove"],
+        default="error",
+        help="What a reward of None or NaN does. error: it stops the run, naming sample and reward function. remove: "
+        "the sample is not trained on (remove_sample), is left out of its group's baseline, and is counted in "
+        "rollout/missing_rewards.",
+    )
     group.add_argument("--eval-reward-key", type=str, default=None, help="The same for evaluation. None: --reward-key.")
     group.add_argument(
         "--custom-reward-post-process-path",

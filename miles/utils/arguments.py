@@ -50,6 +50,7 @@ FLAG_MODULES = (
     "miles.rollout.flags",
     "miles.rollout.data_flags",
     "miles.rollout.reward_flags",
+    "miles.rollout.inference_rollout.flags",
     "miles.backends.training_utils.flags",
     "miles.backends.megatron_utils.flags",
     "miles.backends.megatron_utils.model_shape_flags",

@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from miles.utils.loop_lag import LoopLagWatch
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
@@ -50,6 +52,7 @@ class AsyncLoopThread:
         self._lock = threading.Lock()
         self._accepts_work = True
         self._stopping = False
+        self._lag_watch: LoopLagWatch | None = None
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._thread.start()
 
@@ -62,6 +65,14 @@ class AsyncLoopThread:
     def in_loop_thread(self) -> bool:
         """Whether the caller is on the loop's own thread, where blocking on the loop could never end."""
         return threading.current_thread() is self._thread
+
+    def watch_lag(self, warn_secs: float) -> None:
+        """Report when the loop stands still for longer than `warn_secs` (0: do not watch), until it is closed."""
+        with self._lock:
+            if self._lag_watch is not None or not self._accepts_work or warn_secs == 0:
+                return
+            self._lag_watch = LoopLagWatch(warn_secs)
+            self.loop.call_soon_threadsafe(self._lag_watch.start)
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
         """Run `coro` on the loop; block until it has ended and return its result or raise its exception.
@@ -102,6 +113,8 @@ class AsyncLoopThread:
             if not self._accepts_work:
                 return []
             self._accepts_work = False
+        if self._lag_watch is not None:
+            self._lag_watch.close()
         deadline = time.monotonic() + timeout
         job = _Job(self._shut_down(timeout))
         job.outcome.add_done_callback(self._stop)

@@ -12,6 +12,9 @@ from typing import Any
 
 RolloutBatch = dict[str, Any]
 
+MISSING_REWARD = "missing_reward"
+"""Key of `Sample.metadata`: which reward function had no reward for the sample (`--missing-reward remove`)."""
+
 
 class MultimodalTypes(Enum):
     """A kind of non-text input: its name in a prompt message and the placeholder in the data set."""
@@ -135,7 +138,9 @@ class Sample:
     `tokens` holds prompt and response ids; every per-token list (`loss_mask`, `rollout_log_probs`, ...) covers the
     response only and has `response_length` entries. `loss_mask` is 1 where a token is trained on and 0 where it came
     from a tool or the environment. `weight_versions` holds the versions that wrote the response, oldest first, as the
-    engines reported them.
+    engines reported them; `weight_version_spans` says which of its tokens each has written, as `[start, end, version]`
+    over response tokens, in order (what no engine wrote is in none). Spans tell how a sample was made and not what it
+    is: two samples that differ in nothing else are equal.
     """
 
     Status = SampleStatus
@@ -168,6 +173,7 @@ class Sample:
     non_generation_time: float = 0.0
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    weight_version_spans: list[list[Any]] = field(default_factory=list, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """A shallow copy of the fields in which the status and the two counters are plain data."""
@@ -206,6 +212,11 @@ class Sample:
         return self.reward[reward_key]
 
     @property
+    def reward_is_placeholder(self) -> bool:
+        """Whether the reward function had none for this sample: its reward of 0.0 counts in no mean."""
+        return isinstance(self.metadata, dict) and MISSING_REWARD in self.metadata
+
+    @property
     def effective_response_length(self) -> int:
         """Response tokens that are trained on."""
         return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
@@ -215,6 +226,13 @@ class Sample:
         """The smallest purely numeric version that wrote a part of the response; None where there is none."""
         numeric = [int(v) for v in self.weight_versions if isinstance(v, int) or str(v).isdecimal()]
         return min(numeric) if numeric else None
+
+    def token_weight_versions(self) -> list[str | None]:
+        """The version that wrote each response token; None where no engine wrote it, or none was reported."""
+        versions: list[str | None] = [None] * self.response_length
+        for start, end, version in self.weight_version_spans:
+            versions[start:end] = [version] * (min(end, self.response_length) - start)
+        return versions
 
     def validate(self) -> None:
         """Raise ValueError where a per-token list does not have the length that `response_length` and `tokens` say."""
@@ -236,14 +254,26 @@ class Sample:
         """Take over status, weight versions and counters of one engine response.
 
         A response that lived across weight updates reports `weight_versions` spans: each version of it is recorded
-        once, oldest first. Without spans the single `weight_version` at the end of the request is recorded.
+        once, oldest first. Without spans the single `weight_version` at the end of the request is recorded. The tokens
+        of the response may be in `response_length` already, as its last ones, or be added afterwards.
         """
         if getattr(args, "sglang_speculative_algorithm", None):
             self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
         self.weight_versions.extend(_response_versions(meta_info))
+        self._add_version_spans(meta_info)
         reason = str((meta_info.get("finish_reason") or {}).get("type"))
         self.status = _FINISH_REASON_STATUS.get(reason, self.status)
+
+    def _add_version_spans(self, meta_info: dict[str, Any]) -> None:
+        spans = _response_spans(meta_info)
+        if not spans:
+            return
+        written = self.weight_version_spans[-1][1] if self.weight_version_spans else 0
+        first = self.response_length - spans[-1][1]
+        if first < written:  # the tokens of this response are not counted yet
+            first = self.response_length
+        self.weight_version_spans += [[first + start, first + end, version] for start, end, version in spans]
 
     def strip_last_output_tokens(self, n: int, tokenizer: Any) -> None:
         """Remove the last `n` response tokens and everything that is kept for them."""
@@ -261,6 +291,11 @@ class Sample:
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, value[:-n])
+        self.weight_version_spans = [
+            [start, min(end, self.response_length), version]
+            for start, end, version in self.weight_version_spans
+            if start < self.response_length
+        ]
         response_ids = self.tokens[len(self.tokens) - self.response_length :]
         self.response = tokenizer.decode(response_ids) if response_ids else ""
 
@@ -284,6 +319,7 @@ _RESET_FIELDS = (
     "reward",
     "loss_mask",
     "weight_versions",
+    "weight_version_spans",
     "rollout_log_probs",
     "rollout_routed_experts",
     "rollout_indexer_topk",
@@ -303,3 +339,13 @@ def _response_versions(meta_info: dict[str, Any]) -> list[str]:
         distinct: dict[str, None] = dict.fromkeys(str(span["version"]) for span in spans)
         return list(distinct)
     return [str(meta_info["weight_version"])] if meta_info.get("weight_version") is not None else []
+
+
+def _response_spans(meta_info: dict[str, Any]) -> list[tuple[int, int, str]]:
+    """`(start, end, version)` over the tokens of one response; [] where the engine does not say enough."""
+    spans = meta_info.get("weight_versions")
+    if spans:
+        return [(int(span["start"]), int(span["end"]), str(span["version"])) for span in spans if "end" in span]
+    version, entries = meta_info.get("weight_version"), meta_info.get("output_token_logprobs")
+    count = len(entries) if entries else int(meta_info.get("completion_tokens") or 0)
+    return [(0, count, str(version))] if version is not None and count > 0 else []

@@ -10,7 +10,7 @@ import math
 import zlib
 from collections import Counter
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles.ray.rollout.rewards import groups_by_index
 from miles.utils.types import Sample
@@ -18,6 +18,8 @@ from miles.utils.types import Sample
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping, Sequence
+
+T = TypeVar("T")
 
 REPETITION_TAIL_CHARS = 4096
 REPETITION_COMPRESSION_RATIO = 10.0
@@ -34,7 +36,8 @@ def rollout_metrics(
     """Metrics of the samples that go to the trainer.
 
     `raw_rewards` is the column `raw_reward` of the train data. Where it is None, or has another length because a custom
-    conversion made other samples, the samples' own rewards are used, a missing one counted as 0. `rollout_time` is the
+    conversion made other samples, the samples' own rewards are used. Samples whose reward function had none count in no
+    mean of rewards; `missing_rewards` says how many they are (with `--missing-reward remove`). `rollout_time` is the
     wall time of the rollout call in seconds; without it the `perf/` keys that need it are left out. `num_trimmed`
     samples were cut off to fit the global batch size.
     """
@@ -44,18 +47,22 @@ def rollout_metrics(
         rewards = list(raw_rewards)
     else:
         rewards = [_number(sample.get_reward_value(args)) for sample in samples]
-    reward_groups = _reward_groups(rewards, samples, getattr(args, "n_samples_per_prompt", 1))
+    told = [None if sample.reward_is_placeholder else r for r, sample in zip(rewards, samples, strict=True)]
+    groups = _reward_groups(told, samples, getattr(args, "n_samples_per_prompt", 1))
+    reward_groups = [told_rewards for group in groups if (told_rewards := [r for r in group if r is not None])]
     metrics: dict[str, float] = {
-        "rollout/num_groups": len(reward_groups),
+        "rollout/num_groups": len(groups),
         "rollout/num_samples": len(samples),
         "rollout/trimmed_samples": num_trimmed,
-        "rollout/raw_reward": fmean(rewards),
+        "rollout/raw_reward": fmean(r for group in reward_groups for r in group) if reward_groups else 0.0,
         **_prefixed("rollout/", sample_statistics(samples)),
         **_prefixed("rollout/zero_std/", zero_std_counts(reward_groups)),
         **_prefixed("rollout/", prefix_cache(samples)),
         **_prefixed("rollout/weight_version/", weight_versions(samples)),
         **_prefixed("perf/", throughput(args, samples, rollout_time)),
     }
+    if getattr(args, "missing_reward", "error") == "remove":
+        metrics["rollout/missing_rewards"] = sum(sample.reward_is_placeholder for sample in samples)
     if getattr(args, "log_passrate", False):
         metrics |= _prefixed("passrate/", pass_rates(reward_groups))
     return metrics
@@ -179,9 +186,7 @@ def statistics(values: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(values), "median": median(values), "max": max(values), "min": min(values)}
 
 
-def _reward_groups(
-    rewards: Sequence[float], samples: Sequence[Sample] | None, group_size: int
-) -> list[Sequence[float]]:
+def _reward_groups(rewards: Sequence[T], samples: Sequence[Sample] | None, group_size: int) -> list[Sequence[T]]:
     """Rewards by `group_index` where every sample has one, else runs of `group_size`; where those do not come out even,
     groups cannot be told apart and each sample counts for itself."""
     if samples and all(sample.group_index is not None for sample in samples):

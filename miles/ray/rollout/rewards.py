@@ -30,7 +30,8 @@ def normalize_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[list[
     --n-samples-per-prompt 1, where a group has no deviation). A group whose rewards are all equal gets exact zeros.
     --disable-rewards-normalization and --disable-grpo-std-normalization switch the two steps off. Groups are told
     apart by `group_index`, whatever the number of samples in them, so trimmed and expanded groups are compared with
-    themselves only.
+    themselves only. A sample without a reward (`--missing-reward remove`) is left out of its group's mean and
+    deviation, and gets 0.0; one that a filter marked `remove_sample` has a reward like any other, and counts.
 
     >>> normalize_rewards(args, samples)      # one group with the rewards 1, 0, 0, 1: mean 0.5, std 0.57735
     ([1.0, 0.0, 0.0, 1.0], [0.866, -0.866, -0.866, 0.866])
@@ -52,15 +53,20 @@ def normalize_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[list[
         and getattr(args, "n_samples_per_prompt", 1) > 1
     )
     rewards = list(raw)
-    for members in groups_by_index(samples, getattr(args, "n_samples_per_prompt", 1)):
+    missing = [sample.reward_is_placeholder for sample in samples]
+    for group in groups_by_index(samples, getattr(args, "n_samples_per_prompt", 1)):
+        members = [i for i in group if not missing[i]]
         for i, reward in zip(members, centered([raw[i] for i in members], scale=scale), strict=True):
             rewards[i] = reward
+        for i in group:
+            if missing[i]:
+                rewards[i] = 0.0
     return raw, rewards
 
 
 def centered(rewards: Sequence[float], *, scale: bool) -> list[float]:
     """Differences from the mean; with `scale` divided by the unbiased standard deviation + 1e-6."""
-    if all(reward == rewards[0] for reward in rewards):
+    if all(reward == rewards[0] for reward in rewards):  # none at all, and one alone, too
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     differences = [reward - mean for reward in rewards]

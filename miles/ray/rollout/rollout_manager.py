@@ -29,7 +29,7 @@ from miles.ray.rollout.train_data import convert_samples_to_train_data, flatten_
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles.rollout.inference_rollout.compatibility import call_rollout_function, load_rollout_function
 from miles.utils.arguments import resolve_rollout_function_paths
-from miles.utils.async_utils import close_async_loop, run
+from miles.utils.async_utils import close_async_loop, get_async_loop, run
 from miles.utils.http_utils import close_http_client, init_http_client
 from miles.utils.logging_utils import redirect_output
 from miles.utils.misc import load_function
@@ -100,6 +100,7 @@ class RolloutManager:
     def _build_rollout_functions(self) -> None:
         args = self._args
         init_http_client(args)
+        get_async_loop().watch_lag(args.event_loop_lag_warn_secs)
         self._data_source = load_function(args.data_source_path)(args)
         self._rollout_fn, self._eval_fn = load_rollout_functions(args, self._data_source)
         self._log_rollout = load_function(args.custom_rollout_log_function_path)

@@ -21,11 +21,15 @@ def check_reward_nonzero_std(args: Namespace, samples: Iterable[Any], **kwargs: 
     """Keep a group whose rewards differ: where they are all the same, every advantage is zero.
 
     A group is kept when the standard deviation of its rewards (n - 1 in the denominator) exceeds 1e-8; one sample alone
-    has none. The reason is "zero_std_" with the first reward, rounded to one decimal.
+    has none. The reason is "zero_std_" with the first reward, rounded to one decimal. Samples without a reward
+    (`--missing-reward remove`) are left out; a group that has no other is refused as "no_reward".
     """
-    rewards = [float(sample.get_reward_value(args)) for sample in _flatten(samples)]
-    if not rewards:
+    flat = list(_flatten(samples))
+    if not flat:
         raise ValueError("check_reward_nonzero_std: the group has no samples")
+    rewards = [float(sample.get_reward_value(args)) for sample in flat if not sample.reward_is_placeholder]
+    if not rewards:
+        return DynamicFilterOutput(keep=False, reason="no_reward")
     if len(rewards) > 1 and statistics.stdev(rewards) > _SMALLEST_STD:
         return DynamicFilterOutput(keep=True)
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")

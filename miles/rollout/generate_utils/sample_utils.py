@@ -119,6 +119,12 @@ def _per_token(pair: _Pair, name: str) -> list[float] | None:
     return [*first, *([0.0] * len(pair.observation)), *second]
 
 
+def _version_spans(pair: _Pair, name: str) -> list[list[Any]]:
+    first, second = getattr(pair.a, name), getattr(pair.b, name)
+    shift = pair.a.response_length + len(pair.observation)
+    return [*first, *([start + shift, end + shift, version] for start, end, version in second)]
+
+
 def _counters(kind: type[SpecInfo] | type[PrefixCacheInfo]) -> Callable[[_Pair, str], Any]:
     def add(pair: _Pair, name: str) -> SpecInfo | PrefixCacheInfo:
         first, second = getattr(pair.a, name).to_dict(), getattr(pair.b, name).to_dict()
@@ -156,4 +162,5 @@ _RULES: dict[str, Callable[[_Pair, str], Any]] = {
     "non_generation_time": _added,
     "spec_info": _counters(SpecInfo),
     "prefix_cache_info": _counters(PrefixCacheInfo),
+    "weight_version_spans": _version_spans,
 }

@@ -29,7 +29,7 @@ from miles.rollout.inference_rollout.compatibility import SampleName, load_gener
 from miles.rollout.inference_rollout.deadlines import DeadlineConfig, GroupClock
 from miles.rollout.inference_rollout.notices import Notices
 from miles.rollout.inference_rollout.sample_failures import members, too_stale
-from miles.rollout.inference_rollout.sample_run import SampleRun, is_aborted, reward_in_time
+from miles.rollout.inference_rollout.sample_run import SampleRun, count_missing_rewards, is_aborted, reward_in_time
 from miles.rollout.inference_rollout.sibling_tasks import gather_or_cancel
 from miles.rollout.rm_hub import batched_async_rm
 from miles.utils.timeline import BusyIntervals
@@ -303,6 +303,7 @@ async def _reward_group(state: GenerateState, group: Group) -> None:
         raise ValueError(f"--group-rm: {len(samples)} samples need a list of as many rewards, got {rewards!r}")
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
+    count_missing_rewards(state, samples)
 
 
 class InferenceRolloutFn:

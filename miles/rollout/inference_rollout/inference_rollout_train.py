@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 ABORT_REPEAT_SECS = 3.0
 """Seconds between two rounds of abort requests while groups are still running."""
 
+MAX_ABORTED_BATCHES = 8
+"""Aborted groups in a row, in batches, after which a rollout gives up."""
+
 
 def submit_generate_tasks(state: GenerateState, samples: list[list[Sample]]) -> list[asyncio.Task[Any]]:
     """One task per group, on the running loop; the caller owns them."""
@@ -77,6 +80,7 @@ class _BatchCollection:
         self._kept: list[Group] = []
         self._finished: list[Group] = []
         self._unused: list[list[Sample]] = []
+        self._aborted_in_a_row = 0
 
     async def run(self) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
         try:
@@ -115,9 +119,10 @@ class _BatchCollection:
             prompts, group = self._prompts.pop(task), task.result()
             self._check_size(group)
             if has_aborted_sample(group):
-                logger.warning("rollout %d: a group was aborted by its engine and starts again", self.rollout_id)
+                self._note_aborted()
                 self._unused.append(self._for_reuse(prompts, group))
                 continue
+            self._aborted_in_a_row = 0
             self._finished.append(group)
             verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, group)
             if not verdict.keep:
@@ -126,6 +131,16 @@ class _BatchCollection:
                 self._kept.append(group)
             else:
                 self._unused.append(self._for_reuse(prompts, group))
+
+    def _note_aborted(self) -> None:
+        """Raise RuntimeError where the engines answer nothing any more: more prompts would not help."""
+        self._aborted_in_a_row += 1
+        if self._aborted_in_a_row > MAX_ABORTED_BATCHES * self._target:
+            raise RuntimeError(
+                f"rollout {self.rollout_id}: the last {self._aborted_in_a_row} groups all came back aborted, with "
+                f"{len(self._kept)} of {self._target} groups kept; the log says why ('is given up')"
+            )
+        logger.warning("rollout %d: a group was aborted and starts again", self.rollout_id)
 
     def _check_size(self, group: Group) -> None:
         expected = self.args.n_samples_per_prompt

@@ -29,7 +29,7 @@ from miles.rollout.inference_rollout.sample_failures import (
 )
 from miles.rollout.rm_hub import async_rm, batched_async_rm
 from miles.utils.data import private_copy
-from miles.utils.types import Sample
+from miles.utils.types import MISSING_REWARD, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -169,6 +169,7 @@ class SampleRun:
 
     async def _reward(self, generated: Generated) -> Generated:
         if await reward_in_time(self._state, self._clock, lambda: self._ask_for_reward(generated)):
+            count_missing_rewards(self._state, members(generated), evaluation=self._evaluation)
             return generated
         self._state.notices.note(f"{self} is given up", "no reward within --group-timeout-secs")
         for member in members(generated):
@@ -209,6 +210,16 @@ async def reward_in_time(state: GenerateState, clock: GroupClock, ask: Callable[
         state.sample_timeouts += 1
         return False
     return True
+
+
+def count_missing_rewards(state: GenerateState, samples: list[Sample], *, evaluation: bool = False) -> None:
+    """Count the samples whose reward is a placeholder. In an evaluation it is taken back: no reward there is None."""
+    for sample in samples:
+        if sample.reward_is_placeholder:
+            state.missing_rewards += 1
+            state.notices.note(f"{SampleName(sample)} is not trained on", f"{sample.metadata[MISSING_REWARD]} had none")
+            if evaluation:
+                sample.reward = None
 
 
 def is_aborted(generated: Generated) -> bool:

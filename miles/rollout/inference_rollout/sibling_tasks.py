@@ -22,13 +22,16 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]], names: 
     """The results, in order. The first failure cancels the rest, waits until all have ended, and is raised.
 
     Cancelling the caller does the same. A child that ends cancelled although nobody here cancelled it is a failure
-    (UserFunctionError), so that it is never mistaken for the caller's own cancellation. `names` tell the children apart
-    in that error; their `str` is taken only then.
+    (UserFunctionError), so that it is never mistaken for the caller's own cancellation. The `str` of `names` tells the
+    children apart in that error, and names their tasks.
     """
     children = list(coroutines)
     siblings = _Siblings()
     named = itertools.zip_longest(children, itertools.islice(names, len(children)))
-    tasks = [asyncio.ensure_future(siblings.run(child, name)) for child, name in named]
+    loop = asyncio.get_running_loop()
+    tasks = [
+        loop.create_task(siblings.run(child, name), name=None if name is None else str(name)) for child, name in named
+    ]
     if not tasks:
         return []
     try:

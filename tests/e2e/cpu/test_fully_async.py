@@ -50,7 +50,18 @@ def test_a_request_that_crosses_an_update_has_tokens_of_both_versions(launcher: 
 
 
 def test_mode_abort_recycles_the_groups_that_an_update_meets_in_flight(launcher: Launcher) -> None:
-    run = launcher.start("--pause-generation-mode", "abort", *LONG_ANSWERS)
+    run = launcher.start("--pause-generation-mode", "abort", "--sample-max-retries", "0", *LONG_ANSWERS)
     run.wait_for_step_where(lambda step: step["rollout/fully_async/aborted_groups_recycled"] > 0)
     run.send(signal.SIGINT)
     assert max(step["rollout/weight_version/mixed_version_ratio"] for step in run.finish().steps()) == 0
+
+
+def test_mode_abort_replaces_the_samples_that_an_update_meets_in_flight_alone(launcher: Launcher) -> None:
+    # On a fast machine several updates in a row meet the same answer: so many retries that it never is given back.
+    run = launcher.start("--pause-generation-mode", "abort", "--sample-max-retries", "100000", *LONG_ANSWERS)
+    replaced = "is generated again: aborted"
+    run.wait_for_step_where(lambda step: replaced in (run.run_dir / "logs" / "rollout_manager.log").read_text())
+    run.send(signal.SIGINT)
+    finished = run.finish()
+    assert finished.sum_of("rollout/fully_async/aborted_groups_recycled") == 0
+    assert max(step["rollout/weight_version/mixed_version_ratio"] for step in finished.steps()) == 0

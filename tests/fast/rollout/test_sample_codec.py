@@ -71,3 +71,8 @@ def test_what_could_need_code_to_be_read_is_named_and_refused(metadata, message)
 def test_an_unknown_kind_is_refused():
     with pytest.raises(SampleCodecError, match="unknown kind 'pickle'"):
         decode_sample({"metadata": {"__miles__": "pickle", "data": "x"}})
+
+
+def test_version_spans_survive():
+    sample = Sample(weight_version_spans=[[0, 2, "3"]])
+    assert decode_sample(json.loads(json.dumps(encode_sample(sample)))).weight_version_spans == [[0, 2, "3"]]

@@ -126,6 +126,13 @@ def test_the_length_of_the_run_is_required(command_line: CommandLine):
         (["--save-hf", "out/{rollout_id}"], "--save-hf exports at each save, so it needs --save"),
         (["--save", "new", "--save-hf", "out/{step}"], "--save-hf may contain {rollout_id} only"),
         (["--http-max-retries", "-1"], "--http-max-retries must be at least 0, got -1"),
+        (["--sample-max-retries", "-1"], "--sample-max-retries must be at least 0, got -1"),
+        (["--sample-timeout-secs", "0"], "--sample-timeout-secs must be greater than 0, got 0.0"),
+        (
+            ["--sample-timeout-secs", "9", "--group-timeout-secs", "5"],
+            "--sample-timeout-secs (9.0) must be at most --group-timeout-secs (5.0)",
+        ),
+        (["--event-loop-lag-warn-secs", "-1"], "--event-loop-lag-warn-secs must be at least 0, got -1.0"),
         (["--rm-type", "remote_rm"], "--rm-type remote_rm needs --rm-url"),
         (["--distributed-backend", "mpi"], "--distributed-backend must be nccl or gloo, got 'mpi'"),
         (["--transformer-impl", "transformer_engine"], "needs the package transformer_engine"),
@@ -209,6 +216,7 @@ def test_each_run_gets_its_own_directory(command_line: CommandLine):
     [
         (["--max-weight-staleness", "2"], "--max-weight-staleness has no effect without --fully-async"),
         (["--fully-async", "--over-sampling-batch-size", "8"], "--over-sampling-batch-size has no effect with"),
+        (["--sample-timeout-secs", "20000"], "--sample-timeout-secs 20000.0 has no effect on a single request"),
         (["--kl-loss-coef", "0.1"], "--kl-loss-coef has no effect without --use-kl-loss"),
         (["--kl-coef", "0.1"], "--kl-coef has no effect with --advantage-estimator grpo"),
         (["--gamma", "0.9"], "--gamma has no effect with --advantage-estimator grpo"),

@@ -157,5 +157,57 @@ def test_fields_are_those_of_the_plug_in_interface_in_its_order() -> None:
         loss_mask weight_versions rollout_log_probs rollout_routed_experts rollout_indexer_topk remove_sample
         teacher_log_probs opd_reverse_kl status metadata generate_function_path train_metadata adapter reward_spec
         routing_key non_generation_time spec_info prefix_cache_info
-    """
+        weight_version_spans
+    """  # the last line: our own, after those of the interface
     assert [f.name for f in fields(Sample)] == names.split()
+
+
+def answered(sample: Sample, count: int, **meta_info: object) -> None:
+    """One engine response of `count` tokens."""
+    sample.response_length += count
+    sample.update_from_meta_info(Namespace(), {"finish_reason": {"type": "stop"}, **meta_info})
+
+
+def test_each_response_token_is_told_the_version_that_wrote_it() -> None:
+    sample = Sample()
+    answered(
+        sample,
+        5,
+        weight_versions=[{"version": "3", "start": 0, "end": 2}, {"version": 4, "start": 2, "end": 5}],
+        weight_version="4",
+    )
+    sample.response_length += 2  # what a tool returned
+    answered(sample, 3, weight_version="5", output_token_logprobs=[[-0.1, 7, None]] * 3)
+    assert sample.weight_version_spans == [[0, 2, "3"], [2, 5, "4"], [7, 10, "5"]]
+    assert sample.token_weight_versions() == ["3"] * 2 + ["4"] * 3 + [None] * 2 + ["5"] * 3
+    assert sample.weight_versions == ["3", "4", "5"]
+
+
+def test_spans_are_right_where_the_length_is_set_after_the_meta_info() -> None:
+    sample = Sample()
+    sample.update_from_meta_info(Namespace(), {"weight_version": "1", "completion_tokens": 4})
+    sample.response_length = 4
+    assert sample.token_weight_versions() == ["1"] * 4
+
+
+def test_a_response_without_tokens_or_version_has_no_span() -> None:
+    sample = Sample()
+    answered(sample, 0, weight_version="1", completion_tokens=0)
+    answered(sample, 2, completion_tokens=2)
+    assert sample.weight_version_spans == []
+
+
+def test_spans_survive_a_round_trip_and_are_cut_and_reset_with_the_answer() -> None:
+    sample = finished_sample()
+    sample.weight_version_spans = [[0, 1, "3"], [1, 3, "4"]]
+    assert Sample.from_dict(sample.to_dict()).weight_version_spans == [[0, 1, "3"], [1, 3, "4"]]
+    sample.strip_last_output_tokens(1, Namespace(decode=lambda ids: "xy"))
+    assert sample.weight_version_spans == [[0, 1, "3"], [1, 2, "4"]]
+    sample.strip_last_output_tokens(1, Namespace(decode=lambda ids: "x"))
+    assert sample.weight_version_spans == [[0, 1, "3"]]
+    sample.reset_for_retry()
+    assert sample.weight_version_spans == []
+
+
+def test_spans_do_not_make_samples_different() -> None:
+    assert Sample(weight_version_spans=[[0, 1, "3"]]) == Sample()

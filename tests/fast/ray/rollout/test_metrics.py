@@ -154,3 +154,14 @@ def test_eval_groups_by_index_where_the_samples_have_one() -> None:
 def test_nothing_to_measure_is_an_error(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_samples_without_a_reward_count_in_no_mean_of_rewards_and_are_counted() -> None:
+    missing = {"metadata": {"missing_reward": "judge"}, "reward": 0.0}
+    batch = [sample(0), sample(1, **missing), sample(2, **missing), sample(3, **missing)]
+    metrics = rollout_metrics(Namespace(n_samples_per_prompt=2, missing_reward="remove"), batch)
+    assert metrics["rollout/raw_reward"] == 1.0
+    assert metrics["rollout/missing_rewards"] == 3
+    assert (metrics["rollout/num_groups"], metrics["rollout/num_samples"]) == (2, 4)
+    assert metrics["rollout/zero_std/count"] == 0
+    assert rollout_metrics(Namespace(missing_reward="remove"), batch[2:])["rollout/raw_reward"] == 0.0

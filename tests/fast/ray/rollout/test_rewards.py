@@ -103,3 +103,25 @@ def test_the_hook_replaces_everything() -> None:
         pytest.raises(ValueError, match="--custom-reward-post-process-path: 1 values for 2 samples"),
     ):
         normalize_rewards(flags(custom_reward_post_process_path="short"), samples)
+
+
+def test_a_sample_without_a_reward_is_left_out_of_its_groups_baseline() -> None:
+    samples = samples_of([1, 0, 0, 1, 0], [0] * 5)
+    samples[4].metadata["missing_reward"] = "judge"
+    samples[4].remove_sample = True
+    raw, rewards = normalize_rewards(flags(), samples)
+    assert raw == [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert rewards == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024, 0.0])
+
+
+def test_a_group_in_which_no_sample_or_one_has_a_reward_gets_zeros() -> None:
+    samples = samples_of([0, 0, 5, 0], [0, 0, 1, 1])
+    for i in (0, 1, 3):
+        samples[i].metadata["missing_reward"] = "judge"
+    assert normalize_rewards(flags(n_samples_per_prompt=2), samples)[1] == [0.0] * 4
+
+
+def test_a_sample_that_a_filter_removed_keeps_its_reward_and_counts() -> None:
+    samples = samples_of([1, 0, 0, 1], [0] * 4)
+    samples[0].remove_sample = True
+    assert normalize_rewards(flags(), samples)[1] == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024])

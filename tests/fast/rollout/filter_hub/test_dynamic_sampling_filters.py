@@ -51,3 +51,10 @@ def test_an_empty_group_is_an_error():
 @pytest.mark.parametrize("status", [status for status in Sample.Status if status is not Sample.Status.ABORTED])
 def test_groups_without_aborted_samples_are_kept(status):
     assert check_no_aborted(ARGS, [Sample(status=status)], extra=1) == DynamicFilterOutput(keep=True)
+
+
+def test_samples_without_a_reward_are_left_out():
+    missing = Sample(reward=0.0, metadata={"missing_reward": "judge"})
+    assert not check_reward_nonzero_std(ARGS, [*group(1, 1), missing]).keep
+    assert check_reward_nonzero_std(ARGS, [*group(1, 2), missing]).keep
+    assert check_reward_nonzero_std(ARGS, [missing]) == DynamicFilterOutput(keep=False, reason="no_reward")

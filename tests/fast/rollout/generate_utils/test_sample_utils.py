@@ -83,3 +83,12 @@ def test_every_field_of_a_sample_has_a_merge_rule(monkeypatch):
     monkeypatch.setattr(sample_utils, "Sample", extended)
     with pytest.raises(AssertionError, match="brand_new"):
         merge_samples([turn("Q", "a"), turn("Qa", "b")], CharTokenizer())
+
+
+def test_version_spans_move_with_the_turns():
+    first = turn("Q", "aa", weight_version_spans=[[0, 1, "3"], [1, 2, "4"]])
+    second = turn("Qaa..", "bbb", weight_version_spans=[[0, 3, "5"]])
+    third = turn("Qaa..bbb.", "c", weight_version_spans=[[0, 1, "5"]])
+    merged = merge_samples([first, second, third], CharTokenizer())
+    assert merged.weight_version_spans == [[0, 1, "3"], [1, 2, "4"], [4, 7, "5"], [8, 9, "5"]]
+    assert merged.token_weight_versions() == ["3", "4", None, None, "5", "5", "5", None, "5"]

@@ -15,7 +15,7 @@ from miles.rollout.inference_rollout.inference_rollout_common import InferenceRo
 from miles.rollout.inference_rollout.inference_rollout_train import get_worker_urls
 from miles.utils.misc import function_registry
 from miles.utils.types import Sample
-from tests.fast.rollout.engine_stub import CharTokenizer, EngineStub
+from tests.fast.rollout.engine_stub import CharTokenizer, EngineStub, response
 
 ABORTED, COMPLETED = Sample.Status.ABORTED, Sample.Status.COMPLETED
 
@@ -320,3 +320,11 @@ async def test_a_router_that_does_not_list_its_engines_at_first_is_asked_again(e
     output = await fn(RolloutFnTrainInput(0))
     assert indices(output.samples) == [1, 2]
     assert "the router did not list its engines for the abort" in caplog.text
+
+
+async def test_engines_that_abort_everything_end_the_rollout(engine, monkeypatch):
+    monkeypatch.setattr(inference_rollout_train, "MAX_ABORTED_BATCHES", 2)
+    engine.respond = lambda payload: response("", reason="abort")
+    fn = rollout_fn(engine)
+    with pytest.raises(RuntimeError, match="rollout 3: the last 5 groups all came back aborted, with 0 of 2 groups"):
+        await fn(RolloutFnTrainInput(3))

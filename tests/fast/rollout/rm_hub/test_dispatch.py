@@ -2,6 +2,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from argparse import Namespace
 
 import pytest
@@ -11,6 +12,7 @@ from miles.rollout.rm_hub.grading import close_grader
 from miles.rollout.rm_hub.validation import RewardError
 from miles.utils.misc import function_registry
 from miles.utils.types import RewardSpec, Sample
+from miles.utils.user_calls import THREAD_NAME
 from tests.fast.utils.http_servers import Script, serve
 
 
@@ -170,6 +172,77 @@ class TestCustom:
         with function_registry.temporary("array", lambda args, samples: numpy.array([0.5, 1.0])):
             args.custom_rm_path = "array"
             assert await batched_async_rm(args, [Sample(), Sample()]) == [0.5, 1.0]
+
+
+class TestMissing:
+    @pytest.mark.parametrize("value", [None, float("nan")])
+    async def test_the_error_says_what_could_be_done(self, custom, value):
+        with pytest.raises(RewardError, match=r"for sample 3: .*--missing-reward remove"):
+            await async_rm(custom(lambda args, sample: value), Sample(index=3))
+
+    @pytest.mark.parametrize("value", [None, float("nan")])
+    async def test_with_the_flag_the_sample_is_marked(self, custom, value):
+        sample = Sample(metadata={"level": 1})
+        assert await async_rm(custom(lambda args, sample: value, missing_reward="remove"), sample) == 0.0
+        assert sample.remove_sample and sample.reward_is_placeholder
+        assert sample.metadata == {"level": 1, "missing_reward": "custom"}
+
+    @pytest.mark.parametrize("value", [float("inf"), "0.5", [1.0], object])
+    async def test_what_is_wrong_stays_an_error(self, custom, value):
+        with pytest.raises(RewardError, match="expected a finite number"):
+            await async_rm(custom(lambda args, sample: value, missing_reward="remove"), Sample())
+
+    @pytest.mark.parametrize(
+        ("value", "reward"),
+        [
+            (None, {"score": 0.0, "eval": 0.0}),
+            ({"score": None, "eval": 2, "note": None}, {"score": 0.0, "eval": 2, "note": None}),
+        ],
+    )
+    async def test_the_entry_under_the_reward_key_counts(self, custom, value, reward):
+        args = custom(lambda args, sample: value, missing_reward="remove", reward_key="score", eval_reward_key="eval")
+        sample = Sample()
+        assert await async_rm(args, sample) == reward
+        assert sample.reward_is_placeholder
+
+    async def test_a_reward_that_comes_with_the_next_answer_takes_the_mark_away(self, custom):
+        rewards = [None, 1.0]
+        args = custom(lambda args, sample: rewards.pop(0), missing_reward="remove")
+        sample = Sample(status=Sample.Status.COMPLETED)
+        await async_rm(args, sample)
+        sample.reset_for_retry()
+        assert await async_rm(args, sample) == 1.0
+        assert not sample.remove_sample and not sample.reward_is_placeholder
+
+    async def test_in_a_batch_only_those_without_one_are_marked(self, custom):
+        samples = [Sample(index=0), Sample(index=1)]
+        args = custom(lambda args, samples: [0.5, None], missing_reward="remove")
+        assert await batched_async_rm(args, samples) == [0.5, 0.0]
+        assert [sample.remove_sample for sample in samples] == [False, True]
+
+
+class TestUserCode:
+    async def test_an_exception_names_function_and_sample(self, custom):
+        def fail(args, sample):
+            raise KeyError("mine")
+
+        args = custom(fail)
+        with pytest.raises(KeyError) as raised:
+            await async_rm(args, Sample(index=3, group_index=1))
+        assert "fail, called for sample 3 of group 1, raised this" in raised.value.__notes__[0]
+        with pytest.raises(KeyError) as raised:
+            await batched_async_rm(args, [Sample(index=3), Sample(index=4)])
+        assert "fail, called for samples [3, 4], raised this" in raised.value.__notes__[0]
+
+    async def test_a_plain_function_runs_off_the_loop_and_an_async_one_on_it(self, custom):
+        threads = []
+
+        def plain(args, sample):
+            threads.append(threading.current_thread().name)
+            return 1.0
+
+        await async_rm(custom(plain), Sample())
+        assert threads == [THREAD_NAME]
 
 
 class TestBatches:
