@@ -7,15 +7,19 @@ import os
 import secrets
 import shutil
 import tempfile
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import ray
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
+from miles.rollout.eval_flags import eval_way
 from miles.utils.arguments import check_runtime_env
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +41,7 @@ class RayCluster:
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
-        self._num_actors = num_trainers(args) + num_engines(args) + 1  # and the rollout manager
+        self._num_actors = num_trainers(args) + num_engines(args) + num_eval_gpus(args) + num_managers(args)
         self._temp_dir: str | None = None
 
     def connect(self) -> None:
@@ -49,25 +53,38 @@ class RayCluster:
         check_runtime_env(self._args, runtime_env()["env_vars"])
         options = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": runtime_env()}
         if joins_existing:
-            ray.init(**options)
+            with _our_signal_handlers():
+                ray.init(**options)
             return
         # Unix sockets live below this directory and their paths may have 107 characters at most: keep it short.
         self._temp_dir = tempfile.mkdtemp(prefix="miles-ray-")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        ray.init(
-            **options,
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, self._num_actors),
-            include_dashboard=False,
-            _temp_dir=self._temp_dir,
-            _node_ip_address=_RAY_ADDRESS_ON_LOOPBACK,
-        )
+        with _our_signal_handlers():
+            ray.init(
+                **options,
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, self._num_actors),
+                include_dashboard=False,
+                _temp_dir=self._temp_dir,
+                _node_ip_address=_RAY_ADDRESS_ON_LOOPBACK,
+            )
 
     def disconnect(self) -> None:
         """Leave the cluster; a private one ends with all its processes, and its directory goes."""
         ray.shutdown()
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+@contextmanager
+def _our_signal_handlers() -> Iterator[None]:
+    """Keep Ray from taking over SIGTERM in the driver: its handler exits without a word, and without our clean-up."""
+    original = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = original
 
 
 def _send_raylet_messages_to_the_log() -> None:
@@ -83,6 +100,20 @@ def runtime_env() -> dict[str, dict[str, str]]:
 
 def num_engines(args: Namespace) -> int:
     return int(args.rollout_num_gpus) // int(args.rollout_num_gpus_per_engine)
+
+
+def num_eval_gpus(args: Namespace) -> int:
+    """GPUs (or processes where there is none) of the engines that only evaluate."""
+    return int(getattr(args, "eval_num_gpus", 0))
+
+
+def num_eval_engines(args: Namespace) -> int:
+    return num_eval_gpus(args) // int(getattr(args, "eval_num_gpus_per_engine", 1))
+
+
+def num_managers(args: Namespace) -> int:
+    """The actors that hold no GPU: the rollout manager, and the evaluation manager where snapshots are evaluated."""
+    return 2 if eval_way(args).uses_snapshots else 1
 
 
 def num_trainers(args: Namespace) -> int:

@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from miles.ray.cluster import num_trainers
+from miles.ray.cluster import num_eval_gpus, num_managers, num_trainers
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -21,7 +21,7 @@ _PLACEMENT_TIMEOUT_SECS = 60
 
 @dataclass(frozen=True)
 class Bundles:
-    """A run of bundles in the placement group: those of the trainers, or those of the engines."""
+    """A run of bundles in the placement group: those of the trainers, the engines, or the evaluation engines."""
 
     group: PlacementGroup
     offset: int
@@ -47,6 +47,7 @@ class Placement:
 
     trainers: Bundles
     engines: Bundles
+    eval_engines: Bundles
 
 
 def create_placement(args: Namespace) -> Placement:
@@ -55,26 +56,29 @@ def create_placement(args: Namespace) -> Placement:
     Raises ValueError at once where the cluster can never hold them, and after a minute where others hold what is
     needed.
     """
-    trainers, engines = num_trainers(args), int(args.rollout_num_gpus)
+    trainers, engines, evals = num_trainers(args), int(args.rollout_num_gpus), num_eval_gpus(args)
+    bundles, managers = trainers + engines + evals, num_managers(args)
     total = ray.cluster_resources()
     gpus_per_bundle = 1 if total.get("GPU", 0) else 0
-    needed = {"CPU": trainers + engines + 1, "GPU": (trainers + engines) * gpus_per_bundle}
+    needed = {"CPU": bundles + managers, "GPU": bundles * gpus_per_bundle}
     for resource, count in needed.items():
         if count > total.get(resource, 0):
             raise ValueError(
                 f"the run needs {count} {resource}s ({trainers} for training, {engines} for rollout"
-                f"{', 1 for the rollout manager' if resource == 'CPU' else ''}), the Ray cluster has "
-                f"{total.get(resource, 0):g}: lower --actor-num-nodes, --actor-num-gpus-per-node or "
-                "--rollout-num-gpus, or enlarge the cluster"
+                f"{f', {evals} for evaluation' if evals else ''}"
+                f"{f', {managers} for management' if resource == 'CPU' else ''}), the Ray cluster has "
+                f"{total.get(resource, 0):g}: lower --actor-num-nodes, --actor-num-gpus-per-node, "
+                f"--rollout-num-gpus{' or --eval-num-gpus' if evals else ''}, or enlarge the cluster"
             )
     bundle = {"CPU": 1.0, "GPU": 1.0} if gpus_per_bundle else {"CPU": 1.0}
-    group = placement_group([bundle] * (trainers + engines), strategy="PACK")
+    group = placement_group([bundle] * bundles, strategy="PACK")
     if not group.wait(_PLACEMENT_TIMEOUT_SECS):
         raise ValueError(
-            f"no room in the Ray cluster after {_PLACEMENT_TIMEOUT_SECS} s for {trainers + engines} bundles of "
+            f"no room in the Ray cluster after {_PLACEMENT_TIMEOUT_SECS} s for {bundles} bundles of "
             f"{bundle}: total {total}, free {ray.available_resources()}"
         )
     return Placement(
         trainers=Bundles(group, 0, trainers, gpus_per_bundle),
         engines=Bundles(group, trainers, engines, gpus_per_bundle),
+        eval_engines=Bundles(group, trainers + engines, evals, gpus_per_bundle),
     )

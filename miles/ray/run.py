@@ -13,36 +13,45 @@ is saved first.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import logging
 import os
 import signal
+import threading
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
 from miles.ray.cluster import RayCluster
+from miles.ray.eval import make_eval_dispatcher
 from miles.ray.placement_group import create_placement
 from miles.ray.rollout.rollout_manager import RolloutManager
+from miles.ray.steps import Steps
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.ray.train_group import TrainGroup
-from miles.utils.console import StepConsole
+from miles.utils.checkpoint_set import newest_readable
+from miles.utils.console import StepConsole, print_note
 from miles.utils.misc import should_run_periodic_action
 from miles.utils.tracking import Tracker, write_run_config
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from types import TracebackType
 
     from ray import ObjectRef
 
+    from miles.ray.eval.dispatcher import EvalDispatcher
+    from miles.ray.eval.types import EvalPoint
     from miles.ray.rollout.rollout_manager import GeneratedBatch
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Together they keep the promise that a stopped run is gone within 15 s.
 _SAVE_SECS = 8.0
@@ -58,8 +67,7 @@ class Run:
         self._stop = asyncio.Event()
         self._supervisor = Supervisor(self._stop)
         self._cluster = RayCluster(args)
-        self._training: asyncio.Future[Any] | None = None
-        self._last_trained: int | None = None
+        self._evals: EvalDispatcher | None = None
         self._metrics: dict[str, float] = {}
         self._example: dict[str, Any] = {}
         self._step_start = time.monotonic()
@@ -70,16 +78,16 @@ class Run:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_run_config(self.args, self.run_dir)
         self._timeline = (self.run_dir / "timeline.jsonl").open("a", buffering=1)
+        self._listen_for_stop()
+        print_note(f"run directory {self.run_dir}; starting Ray, engines and trainers ...")
         try:
+            self._tracker = Tracker(self.args, self.run_dir)
             self._cluster.connect()
-            self._listen_for_stop()
             await self._start_actors()
         except BaseException:
             await self._shut_down()
             raise
-        self._tracker = Tracker(self.args, self.run_dir)
         self._console = StepConsole(self.num_rollout, start=self.start_rollout_id)
-        self._step_start = time.monotonic()
         return self
 
     async def __aexit__(
@@ -88,13 +96,16 @@ class Run:
         try:
             if isinstance(exc, StopRequested):
                 await self._save_after_stop()
+            if self._evals is not None and exc is None:
+                await self._supervisor.wait(self._evals.drain())
         finally:
+            if self._evals is not None:
+                await self._evals.abandon()
             self._console.close()
-            self._tracker.close()
             await self._shut_down()
 
     def _listen_for_stop(self) -> None:
-        # After ray.init, which installs a SIGTERM handler of its own. A signal that came earlier is delivered now.
+        # A signal that comes while Ray starts, which blocks the loop, is delivered by the next wait.
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._stop.set)
@@ -112,29 +123,60 @@ class Run:
         self.num_rollout: int = args.num_rollout
         self.trainers = TrainGroup(args, placement.trainers)
         self.trainers.watch(self._supervisor)
-        engine_urls, resumed_at = await self._supervisor.wait(
-            asyncio.gather(_result(manager_started), self.trainers.init())
+        checkpoint = await self._choose_checkpoint()
+        self._evals = make_eval_dispatcher(args, placement.eval_engines, self._export_hf, self._publish_eval)
+        evals_started = self._evals.start() if self._evals is not None else _nothing()
+        engine_urls, resumed_at, eval_pids = await self._supervisor.wait(
+            asyncio.gather(_result(manager_started), self.trainers.init(checkpoint), evals_started)
         )
         self._supervisor.watch("rollout_manager", self.manager, self._log("rollout_manager"), endless=True)
         self.start_rollout_id: int = resumed_at if args.start_rollout_id is None else args.start_rollout_id
-        if self.start_rollout_id > 0:
-            await self._supervisor.wait(self.manager.load.remote(self.start_rollout_id - 1))
+        await self._resume_rollout(checkpoint, resumed_at)
+        self._steps = Steps(args, self.manager, self.trainers)
         await self._supervisor.wait(self.trainers.connect_engines(engine_urls))
-        await self._write_processes()
+        await self._write_processes(eval_pids or {})
 
-    async def _write_processes(self) -> None:
+    async def _choose_checkpoint(self) -> str | None:
+        """The set that trainer and rollout side go on from; None where there is none."""
+        if not self.args.load:
+            return None
+        chosen = await self._supervisor.wait(_in_daemon_thread(newest_readable, self.args.load))
+        if chosen is None:
+            print_note(f"--load {self.args.load} holds no checkpoint of a run: starting from its beginning")
+            return None
+        print_note(f"resuming from {chosen}")
+        return str(chosen)
+
+    async def _resume_rollout(self, checkpoint: str | None, resumed_at: int) -> None:
+        """Bring the rollout side to where the trainer is, or to where --start-rollout-id says."""
+        start = self.start_rollout_id
+        if checkpoint is not None and start != resumed_at:
+            logger.warning(
+                "--start-rollout-id %d is not the loaded checkpoint's %d: its rollout part is left out, and prompts go "
+                "on from what the data source itself has kept, or else start from the beginning",
+                start,
+                resumed_at,
+            )
+            checkpoint = None
+        if start > 0:
+            await self._supervisor.wait(self.manager.load.remote(start - 1, checkpoint))
+
+    async def _write_processes(self, eval_pids: dict[str, int]) -> None:
         """`processes.json`: the process id of everything that the run consists of, for the user's tools."""
         rollout = await self._supervisor.wait(self.manager.pids.remote())
         trainers = await self._supervisor.wait(self.trainers.pids())
         self._supervisor.learn_pids({**rollout, **trainers})
         path = self.run_dir / "processes.json"
-        path.write_text(json.dumps({"driver": os.getpid(), **rollout, **trainers}, indent=2) + "\n")
+        path.write_text(json.dumps({"driver": os.getpid(), **rollout, **trainers, **eval_pids}, indent=2) + "\n")
 
     async def _shut_down(self) -> None:
         await self._supervisor.close()
+        if hasattr(self, "_steps"):
+            await self._steps.close()
         manager, trainers = getattr(self, "manager", None), getattr(self, "trainers", None)
         ends = [_result(manager.dispose.remote())] if manager else []
         ends += [trainers.close()] if trainers else []
+        ends += [self._evals.close()] if self._evals is not None else []
         try:
             async with asyncio.timeout(_DISPOSE_SECS):
                 await asyncio.gather(*ends, return_exceptions=True)
@@ -142,16 +184,14 @@ class Run:
             logger.warning("actors did not end within %.0f s and are killed", _DISPOSE_SECS)
         self._cluster.disconnect()
         self._timeline.close()
+        if hasattr(self, "_tracker"):
+            self._tracker.close()
 
     async def _save_after_stop(self) -> None:
         """Finish the training step that is under way and save, within a few seconds."""
-        if not self.args.save or self._last_trained is None:
-            return
         try:
             async with asyncio.timeout(_SAVE_SECS):
-                if self._training is not None:
-                    await self._training
-                await self._save(self._last_trained)
+                await self._steps.finish()
         except TimeoutError:
             logger.error("the checkpoint was not complete after %.0f s: the previous one is the newest", _SAVE_SECS)
 
@@ -179,56 +219,73 @@ class Run:
         self._metrics |= batch.metrics
         self._example = batch.example
         async with self._span("training", "perf/train_time", rollout_id):
-            self._training = asyncio.ensure_future(self._train(rollout_id, batch))
-            self._metrics |= await self._supervisor.wait(asyncio.shield(self._training))
-        self._training = None
-
-    async def _train(self, rollout_id: int, batch: GeneratedBatch) -> dict[str, float]:
-        metrics = await self.trainers.train(rollout_id, batch.data_ref)
-        self._last_trained = rollout_id
-        return metrics
+            self._metrics |= await self._supervisor.wait(self._steps.train(rollout_id, batch.data_ref))
+        if self._evals is not None:
+            self._evals.on_trained()
 
     async def update_weights(self) -> None:
         """Bring every engine to the trainer's weights."""
         async with self._span("weight_update", "perf/update_weights_time"):
             version, metrics = await self._supervisor.wait(self.trainers.update_weights())
             await self._supervisor.wait(self.manager.set_weight_version.remote(version))
+            if self._evals is not None:
+                self._evals.on_weights_published(version)
         self._metrics |= metrics
 
     async def eval_before_train(self) -> None:
-        """Evaluate the weights that training starts from, unless it is resumed or the user skips it."""
+        """Evaluate the weights that training starts from, unless it is resumed or the user skips it.
+
+        The first step begins when this returns.
+        """
         if self.args.eval_interval is not None and self.start_rollout_id == 0 and not self.args.skip_eval_before_train:
-            await self._eval(rollout_id=0)
-            self._tracker.log(self._metrics, step=0)
-            self._console.eval(self._metrics)
-            self._metrics = {}
+            if self._evals is not None:  # a checkpoint that was loaded is not the model in --hf-checkpoint
+                hf_dir = None if self.args.load else self.args.hf_checkpoint
+                await self._supervisor.wait(self._evals.dispatch(0, hf_dir=hf_dir))
+            else:
+                await self._eval(rollout_id=0)
+                self._metrics["eval/steps_trained"] = 0
+                self._tracker.log(self._metrics, step=0)
+                self._console.eval(self._metrics)
+        self._metrics = {}
+        self._step_start = time.monotonic()
 
     async def eval_if_due(self, rollout_id: int) -> None:
         if should_run_periodic_action(rollout_id, self.args.eval_interval, num_rollout=self.num_rollout):
             await self._eval(rollout_id)
 
     async def _eval(self, rollout_id: int) -> None:
+        if self._evals is not None:
+            start = time.monotonic()
+            is_last = rollout_id == self.num_rollout - 1
+            await self._supervisor.wait(self._evals.dispatch(rollout_id, force=is_last))
+            self._metrics["perf/eval_time"] = time.monotonic() - start  # as far as training waited for it
+            return
         async with self._span("eval", "perf/eval_time", rollout_id):
             self._metrics |= await self._supervisor.wait(self.manager.eval.remote(rollout_id))
+        self._metrics["eval/steps_trained"] = rollout_id + 1
+
+    async def _export_hf(self, directory: str) -> None:
+        await self._supervisor.wait(self.trainers.export_hf(directory))
+
+    def _publish_eval(self, point: EvalPoint) -> None:
+        """Log a point at the step that it belongs to, whichever step it is now."""
+        outcome = point.outcome
+        if outcome.ended:
+            self._record("eval", outcome.started, outcome.ended, point.rollout_id)
+        self._tracker.log(point.metrics, step=point.rollout_id)
+        step = point.rollout_id if point.steps_trained else None
+        self._console.eval(point.metrics, step=step, skipped=outcome.skipped, message=outcome.message)
 
     async def save_if_due(self, rollout_id: int) -> None:
         args = self.args
         sentinel = Path(args.save_trigger_sentinel) if args.save_trigger_sentinel else None
         asked = sentinel is not None and sentinel.exists()
-        if args.save and (
-            asked or should_run_periodic_action(rollout_id, args.save_interval, num_rollout=self.num_rollout)
-        ):
+        is_last = rollout_id == self.num_rollout - 1
+        if args.save and (asked or is_last or should_run_periodic_action(rollout_id, args.save_interval)):
             async with self._span("save", "perf/save_time", rollout_id):
-                await self._supervisor.wait(self._save(rollout_id))
+                await self._supervisor.wait(self._steps.save(rollout_id))
             if asked and sentinel is not None:
                 sentinel.unlink(missing_ok=True)
-
-    async def _save(self, rollout_id: int) -> None:
-        # The trainer's checkpoint names the newest complete set, so it comes last.
-        await self.manager.save.remote(rollout_id)
-        await self.trainers.save_model(rollout_id)
-        if self.args.save_hf:
-            await self.trainers.export_hf(self.args.save_hf.format(rollout_id=rollout_id))
 
     def finish_step(self, rollout_id: int) -> None:
         """Publish the metrics of the step that ends here."""
@@ -250,7 +307,7 @@ class Run:
         start, clock = time.time(), time.monotonic()
         yield
         elapsed = time.monotonic() - clock
-        self._metrics[metric] = elapsed
+        self._metrics[metric] = self._metrics.get(metric, 0.0) + elapsed  # a step may wait for two batches
         self._record(lane, start, start + elapsed, step)
 
     def _record(self, lane: str, start: float, end: float, step: int | None) -> None:
@@ -260,8 +317,27 @@ class Run:
         return self.run_dir / "logs" / f"{process}.log"
 
 
+async def _nothing() -> None: ...
+
+
 async def _result(ref: Any) -> Any:
     return await ref
+
+
+async def _in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
+    """Like `asyncio.to_thread`, but the program's end does not wait for the thread: a stop must not take as long as
+    reading a large checkpoint does."""
+    loop = asyncio.get_running_loop()
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function(*args))
+        except BaseException as error:  # whatever it is, it is the outcome
+            outcome.set_exception(error)
+
+    threading.Thread(target=call, name=function.__name__, daemon=True).start()
+    return await asyncio.wrap_future(outcome, loop=loop)
 
 
 __all__ = ["Run", "RunFailed", "StopRequested"]

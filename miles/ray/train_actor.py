@@ -30,8 +30,9 @@ class TrainActor:
         """Where rank 0 can host the store of the default process group."""
         return get_host_info()[1], find_available_port(0)
 
-    def init(self, master_addr: str, master_port: int) -> int:
-        """Build the trainer, load weights or a checkpoint, and return the rollout id to start with."""
+    def init(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:
+        """Build the trainer, load this checkpoint set (None: the initial weights), and return the rollout id to start
+        with."""
         from miles.backends.megatron_utils.trainer import MegatronTrainer
 
         self._trainer = MegatronTrainer(
@@ -41,15 +42,16 @@ class TrainActor:
             master_addr=master_addr,
             master_port=master_port,
         )
-        return self._trainer.load()
+        return self._trainer.load(checkpoint)
 
     def train(self, rollout_id: int, data_ref: list[Box]) -> dict[str, float]:
         """Train on this rank's shard of the batch; returns metrics, reduced over all ranks."""
         shard = ray.get(data_ref[self._trainer.dp_rank].ref)
         return self._trainer.train(rollout_id, shard)
 
-    def save(self, rollout_id: int) -> None:
-        self._trainer.save(rollout_id)
+    def save(self, rollout_id: int, rollout_state: str) -> None:
+        """Write a checkpoint set; the file at `rollout_state` becomes its rollout part."""
+        self._trainer.save(rollout_id, rollout_state)
 
     def export_hf(self, directory: str) -> None:
         self._trainer.export_hf(directory)

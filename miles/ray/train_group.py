@@ -39,10 +39,10 @@ class TrainGroup:
         for rank, actor in enumerate(self.actors):
             supervisor.watch(f"trainer-{rank}", actor, self._logs / f"trainer-{rank}.log", endless=False)
 
-    async def init(self) -> int:
-        """Build every rank; returns the rollout id to start with."""
+    async def init(self, checkpoint: str | None) -> int:
+        """Build every rank from this checkpoint set (None: the initial weights); returns the rollout to start with."""
         address = await self.actors[0].rendezvous_address.remote()
-        return int((await self._call("init", *address))[0])
+        return int((await self._call("init", *address, checkpoint))[0])
 
     async def connect_engines(self, engine_urls: list[str]) -> None:
         await self._call("connect_engines", engine_urls)
@@ -57,8 +57,9 @@ class TrainGroup:
         version, metrics = (await self._call("update_weights"))[0]
         return version, metrics
 
-    async def save_model(self, rollout_id: int) -> None:
-        await self._call("save", rollout_id)
+    async def save_model(self, rollout_id: int, rollout_state: str) -> None:
+        """Write a checkpoint set; the staged file at `rollout_state` becomes its rollout part."""
+        await self._call("save", rollout_id, rollout_state)
 
     async def export_hf(self, directory: str) -> None:
         await self._call("export_hf", directory)

@@ -22,20 +22,19 @@ from __future__ import annotations
 
 
 class Admission:
-    """The window above. Holds nothing back as long as the trainer's version is not known, or without a limit."""
+    """The window above; without a limit it is open. Whoever asks knows the trainer's version, else no window is known."""
 
     def __init__(self, *, limit: int | None, update_interval: int, batch_size: int) -> None:
         self._batches_of_a_version = update_interval * batch_size
         self.window: int | None = None if limit is None else (limit + 1) * self._batches_of_a_version
         """Groups; None where there is no limit."""
 
-        self.version_known = False
         self.handed = 0
         """Groups given to the trainer under the current version."""
 
     def admits(self, held: int) -> bool:
         """Whether one more group may start while `held` groups have started and have not been handed over."""
-        return self.window is None or not self.version_known or held + self.handed < self.window
+        return self.window is None or held + self.handed < self.window
 
     def version_changes(self) -> None:
         self.handed = 0

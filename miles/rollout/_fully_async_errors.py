@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from miles.rollout._fully_async_groups import describe, samples_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from miles.rollout._fully_async_ledger import GroupKey
 
@@ -27,14 +27,20 @@ class NothingGetsThrough(RuntimeError):
     """`--max-empty-batches` batches' worth of groups were turned down in a row."""
 
 
-def no_progress(waited: float, in_flight: Iterable[GroupKey], now: float) -> NoProgress:
+def no_progress(waited: float, stuck: Sequence[GroupKey], now: float) -> NoProgress:
     """The error that lists the groups in flight, oldest first: index, age, engine where known, state."""
-    stuck = list(in_flight)
     lines = [f"no finished group for {waited:.0f} s, the limit of --no-progress-timeout; in flight:"]
     lines += [f"  {_describe_stuck(key, now)}" for key in stuck[:_LISTED]]
     lines += [f"  and {len(stuck) - _LISTED} more"] if len(stuck) > _LISTED else []
     lines += ["  nothing"] if not stuck else []
     return NoProgress("\n".join(lines))
+
+
+def describe_oldest(in_flight: Sequence[GroupKey], now: float) -> str:
+    """`, the oldest for 40 s: group 1 (samples 2..3)`; nothing where nothing is in flight."""
+    if not in_flight:
+        return ""
+    return f", the oldest for {now - in_flight[0].pulled_at:.0f} s: {describe(in_flight[0].prompt_group)}"
 
 
 def nothing_gets_through(batches: int, turned_down: Mapping[str, int]) -> NothingGetsThrough:

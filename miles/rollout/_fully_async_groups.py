@@ -21,10 +21,9 @@ PromptGroup = list[Sample]
 Group = list[Sample | list[Sample]]
 
 _NESTED = (list, tuple)
-_BYTES_PER_TOKEN = 40  # an int object and the pointer to it
-_BYTES_PER_LOG_PROB = 32  # a float object and the pointer to it
-_BYTES_PER_CHARACTER = 2  # texts are mostly ASCII (1), sometimes not (2 or 4)
 _BYTES_PER_SAMPLE = 2048  # the object, its dictionary and its small fields
+_BYTES_PER_PROMPT_TOKEN = 48  # an int object, the pointer to it, and its text
+_BYTES_PER_RESPONSE_TOKEN = 80  # the same, and a float object with its pointer
 _ABORTED = Sample.Status.ABORTED
 
 
@@ -62,25 +61,20 @@ def samples_of(group: Sequence[Any]) -> Sequence[Sample]:
 
 
 def take_stock(key: GroupKey, group: Group) -> None:
-    """Note in the books what generation made of the group. One pass; nothing is copied.
+    """Note in the books what generation made of the group: one quick pass over its samples.
 
-    `size_bytes` is an estimate from lengths alone: token ids, log-probabilities, texts, arrays by their `nbytes`.
+    `size_bytes` is an estimate. Siblings share their prompt, so the first sample tells its length; each response token
+    costs its id, its log-probability and its text; arrays (routed experts) count as many times as there are samples.
     """
-    tokens = all_tokens = characters = log_probs = arrays = unversioned = 0
+    tokens = unversioned = 0
     aborted = False
     labels: list[str] | None = None
     versions: set[Any] = set()
     samples = samples_of(group)
     for sample in samples:
+        tokens += sample.response_length
         if sample.status is _ABORTED:
             aborted = True
-        tokens += sample.response_length
-        all_tokens += len(sample.tokens)
-        characters += len(sample.response)
-        if sample.rollout_log_probs is not None:
-            log_probs += len(sample.rollout_log_probs)
-        if sample.rollout_routed_experts is not None:
-            arrays += getattr(sample.rollout_routed_experts, "nbytes", 0)
         if sample.weight_versions != labels:  # siblings mostly have the same
             labels = sample.weight_versions
             versions.update(labels)
@@ -92,13 +86,12 @@ def take_stock(key: GroupKey, group: Group) -> None:
     key.aborted = aborted
     key.versions = tuple(versions)
     key.unversioned = unversioned
-    key.size_bytes = (
-        _BYTES_PER_TOKEN * all_tokens
-        + _BYTES_PER_LOG_PROB * log_probs
-        + _BYTES_PER_CHARACTER * characters
-        + _BYTES_PER_SAMPLE * len(samples)
-        + arrays
-    )
+    if samples:
+        first = samples[0]
+        each = _BYTES_PER_SAMPLE + _BYTES_PER_PROMPT_TOKEN * max(0, len(first.tokens) - first.response_length)
+        if first.rollout_routed_experts is not None:
+            each += getattr(first.rollout_routed_experts, "nbytes", 0)
+        key.size_bytes = each * len(samples) + _BYTES_PER_RESPONSE_TOKEN * tokens
 
 
 def describe(prompt_group: PromptGroup) -> str:

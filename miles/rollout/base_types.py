@@ -53,7 +53,15 @@ class RolloutFnTrainInput(RolloutFnBaseInput):
 
 @dataclass(frozen=True)
 class RolloutFnEvalInput(RolloutFnBaseInput):
-    """A request to evaluate the current weights."""
+    """A request to evaluate: the engines' current weights, or a snapshot where `hf_dir` is set.
+
+    `generate_state` belongs to the engines to use, where they are not those of training. `weight_version` labels the
+    weights. `hf_dir` is a Hugging Face checkpoint of exactly these weights.
+    """
+
+    generate_state: GenerateState | None = None
+    weight_version: str | None = None
+    hf_dir: str | None = None
 
     @property
     def evaluation(self) -> bool:

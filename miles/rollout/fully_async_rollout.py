@@ -8,7 +8,7 @@
            |                               v                   at most queue_capacity groups; full: put waits
            |                            _output  (the store: an asyncio.Queue of (prompt_group, group))
            |                               |     ^
-           |                               |     +---- _returned (in front) <--- give_back, failed drains, restore
+           |                               |     +---- returned (in front)  <--- give_back, failed drains, restore
            |                               v                                         |
            +------- recycled ------- _drain (judges each group) ----> a batch, sorted by index, for the trainer
               aborted, too stale           |                                         |
@@ -39,13 +39,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles.rollout._fully_async_buffer import DataBuffer, DataBufferConstructorInput, DataBufferInput, DefaultDataBuffer
 from miles.rollout._fully_async_config import FullyAsyncConfig
-from miles.rollout._fully_async_errors import EndOfData, no_progress
+from miles.rollout._fully_async_errors import EndOfData, describe_oldest, no_progress
+from miles.rollout._fully_async_finished import FinishedGroups
 from miles.rollout._fully_async_groups import (
     Group,
     _first_sample,
@@ -104,7 +104,9 @@ WEIGHT_VERSION_QUERY_TIMEOUT_SECS = 2.0
 CLOSE_GRACE_SECS = 5.0
 
 _group_oldest_weight_version = group_oldest_weight_version
-_SUBMISSIONS_A_TURN = 2  # thousands of submissions in a row must not stall the loop
+# Between two turns of this many, the other tasks of the loop get theirs.
+_SUBMISSIONS_A_TURN = 8
+_GROUPS_A_TURN = 16
 
 
 class FullyAsyncRolloutFn(PausableSubmission):
@@ -138,9 +140,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         self._slots = SampleSlots(config.max_in_flight_samples, config.n_samples_per_prompt, self._wake.set)
         self._group_tasks = GroupTasks(on_failure=self._leave)
         self._worker: asyncio.Future[Any] | None = None
-        self._putting = 0  # finished groups that wait for room in the store
-        self._store: DataBuffer = self._build_store()
-        self._returned: deque[DataBufferInput] = deque()  # comes before what is in the store
+        self._finished = FinishedGroups(self._build_store(), self.ledger)
         self._end_waiters: set[asyncio.Future[None]] = set()
         self._closed = False
         self._unreported = DrainReport()
@@ -181,17 +181,16 @@ class FullyAsyncRolloutFn(PausableSubmission):
     @property
     def queue_size(self) -> int:
         """Finished groups that wait for the trainer."""
-        store = self._store
-        return len(self._returned) + store.qsize() if isinstance(store, DefaultDataBuffer) else self.ledger.queued
+        return self._finished.size
 
     @property
     def _output(self) -> asyncio.Queue[Any] | None:
         """The built-in store's queue of `(prompt_group, group)`; None before the first call."""
-        return getattr(self._store, "queue", None)
+        return self._finished.queue
 
     @_output.setter
     def _output(self, queue: asyncio.Queue[Any]) -> None:
-        self._store.queue = queue  # type: ignore[attr-defined]
+        self._finished.queue = queue
 
     # ---- the caller's side
 
@@ -219,7 +218,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         """The step on this rollout's batch failed or was cancelled: its groups come first in the next drain. Their
         number; 0 where there is no such batch, or it was acknowledged or given back before."""
         keys = self._trainer.give_back(rollout_id)
-        self._put_back(keys)
+        self._finished.put_back(keys)
         return len(keys)
 
     def on_weight_version(self, version: VersionLabel) -> None:
@@ -240,7 +239,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
         if self._worker is not None:
             raise RuntimeError("restore comes before the first call")
-        self._returned.extend(restore_state(state, self.ledger, self._trainer.versions, self._prompts))
+        self._finished.returned.extend(restore_state(state, self.ledger, self._trainer.versions, self._prompts))
         self._window = LedgerWindow(self.ledger)
 
     async def close(self) -> None:
@@ -260,8 +259,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
     def _ensure_started(self) -> None:
         if self._closed:
             raise RuntimeError("this FullyAsyncRolloutFn is closed")
-        if isinstance(self._store, DefaultDataBuffer):
-            self._store.open()
+        self._finished.open()
         if self._worker is None:
             self.ledger.clock = asyncio.get_running_loop().time
             self._worker = asyncio.create_task(self._run_worker(), name="fully-async-worker")
@@ -288,7 +286,9 @@ class FullyAsyncRolloutFn(PausableSubmission):
     def _may_submit(self) -> bool:
         return (
             self._slots.one_group_fits
-            and not (self._putting and self.config.by_sample)  # by group, those that wait still hold their places
+            and not (
+                self._finished.waiting_puts and self.config.by_sample
+            )  # by group, those that wait still hold their places
             and not self._prompts.ended
             and self.submission_gate.is_open
             and self._trainer.admits_one()
@@ -322,19 +322,8 @@ class FullyAsyncRolloutFn(PausableSubmission):
             return  # user code has outlived its cancellation, and nobody may be left to make room in the queue
         take_stock(key, group)
         self.ledger.finish(key)
-        item = DataBufferInput(prompt_group, group, key)
-        if not (isinstance(self._store, DefaultDataBuffer) and self._store.put_at_once(item)):
-            await self._put(item)
-        if key.owner is Owner.IN_FLIGHT:  # else a custom store has refused it, or has handed it out already
-            self.ledger.queue(key)
+        await self._finished.put(key)
         self._leave(key)
-
-    async def _put(self, item: DataBufferInput) -> None:
-        self._putting += 1
-        try:
-            await self._store.put(item)
-        finally:
-            self._putting -= 1
 
     def _leave(self, key: GroupKey) -> None:
         """The group is no longer in generation, well or badly."""
@@ -355,7 +344,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         """Collect one batch. Where that fails or is cancelled, every group it had taken is given back."""
         self._ensure_started()
         rollout_id: int = getattr(input, "rollout_id", -1)
-        self._put_back(self._trainer.begin_call(rollout_id, getattr(input, "weight_version", None)))
+        self._finished.put_back(self._trainer.begin_call(rollout_id, getattr(input, "weight_version", None)))
         self._prompts.ended = False  # ask again
         self._look_again()
         report, self._unreported = self._unreported, DrainReport()
@@ -363,7 +352,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         try:
             batch = await self._collect(rollout_id, mine, report)
         except BaseException:
-            self._put_back(mine)
+            self._finished.put_back(mine)
             report.forget_ages()
             self._unreported = report
             raise
@@ -374,9 +363,12 @@ class FullyAsyncRolloutFn(PausableSubmission):
 
     async def _collect(self, rollout_id: int, mine: list[GroupKey], report: DrainReport) -> list[list[Any]]:
         """Fill `mine` and return its batch. From the last look at the groups' age to the return there is no await."""
+        seen = 0
         while True:
             while len(mine) < self.config.rollout_batch_size:
-                await asyncio.sleep(0)  # judging is synchronous: between two groups the others get their turn
+                if seen % _GROUPS_A_TURN == 0:
+                    await asyncio.sleep(0)
+                seen += 1
                 item = self._ready_group() or await self._next_group(kept=len(mine))
                 if item is None:
                     break
@@ -447,70 +439,29 @@ class FullyAsyncRolloutFn(PausableSubmission):
             require_shape(batch, shape)
         return batch
 
-    def _put_back(self, keys: list[GroupKey]) -> None:
-        """Groups that were taken and not used come first in the next drain, in their order."""
-        for key in keys:
-            self.ledger.queue(key)
-        self._returned.extendleft(DataBufferInput(key.prompt_group, key.group or [], key) for key in reversed(keys))
-
     def _metrics(self, report: DrainReport) -> dict[str, Any]:
         return {
-            **self._store.get_metrics(),
+            **self._finished.store.get_metrics(),
             **self._window.metrics(
                 in_flight_samples=self._slots.used,
                 in_flight_bound=self.max_in_flight_samples,
-                queue_bytes=getattr(self._store, "size_bytes", 0),
+                queue_bytes=self._finished.size_bytes,
             ),
             **report.metrics(queue_size=self.queue_size),
         }
 
     # ---- waiting for a finished group
 
-    def _ready_group(self) -> DataBufferInput | None:
-        """The oldest finished group, None where that cannot be told without waiting. Raises as `_next_group` does."""
-        self._raise_if_worker_ended()
-        if self._returned:
-            return self._returned.popleft()
-        store = self._store
-        return self._entered(store.get_nowait()) if isinstance(store, DefaultDataBuffer) and store.qsize() else None
-
     async def _next_group(self, kept: int = 0) -> DataBufferInput | None:
         """The oldest finished group; waits for one, and returns None where none will come because the data has ended.
         Raises as soon as the worker has ended, queued groups or not."""
-        ready = self._ready_group()
-        if ready is not None:
-            return ready
-        getting = asyncio.ensure_future(self._store.get(current_version=self._trainer.version))
-        there = False
-        try:
-            there = await self._wait_for(getting, kept)
-        finally:
-            if not there:
-                await self._abandon(getting)
-        return self._entered(getting.result()) if there else None
+        return self._ready_group() or await self._finished.wait(partial(self._wait_for, kept), self._trainer.version)
 
-    def _entered(self, item: Any) -> DataBufferInput:
-        """The item with its entry in the books, which a pair from somebody else's hand gets now."""
-        key: GroupKey | None = getattr(item, "key", None)
-        if key is None:
-            prompt_group, group = item
-            key = None if isinstance(self._store, DefaultDataBuffer) else self.ledger.find(prompt_group)
-            if key is None:
-                key = self.ledger.enter(prompt_group)
-                take_stock(key, group)
-            item = DataBufferInput(prompt_group, group, key)
-        if key.owner is Owner.IN_FLIGHT:  # a custom store's `put` has not returned yet
-            self.ledger.queue(key)
-        return item  # type: ignore[no-any-return]
+    def _ready_group(self) -> DataBufferInput | None:
+        self._raise_if_worker_ended()
+        return self._finished.ready()
 
-    async def _abandon(self, getting: asyncio.Future[Any]) -> None:
-        """End a wait for a group; one that it has got already must not go down with it."""
-        if getting.cancel():  # a cancelled get leaves its group in the queue
-            await asyncio.wait({getting})
-        if not getting.cancelled() and getting.exception() is None:
-            self._returned.append(self._entered(getting.result()))
-
-    async def _wait_for(self, getting: asyncio.Future[Any], kept: int) -> bool:
+    async def _wait_for(self, kept: int, getting: asyncio.Future[Any]) -> bool:
         """Until the group is there: true. False where the data has ended before."""
         assert self._worker is not None
         loop = asyncio.get_running_loop()
@@ -533,6 +484,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
             self._end_waiters.discard(end_of_data)
 
     def _look_at(self, patience: Patience, now: float, kept: int) -> None:
+        """Nothing has come for a while: warn, or give up."""
         if not self.submission_gate.is_open:
             patience.renew(now)
         in_flight = self.ledger.held_by(Owner.IN_FLIGHT)
@@ -547,9 +499,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
                 self.queue_size,
                 len(in_flight),
                 self.config.most_groups_in_flight,
-                f", the oldest for {now - in_flight[0].pulled_at:.0f} s: {describe(in_flight[0].prompt_group)}"
-                if in_flight
-                else "",
+                describe_oldest(in_flight, now),
             )
 
     def _raise_if_worker_ended(self) -> None:

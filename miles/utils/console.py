@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 MAX_TEXT = 200
 """Characters of a prompt or answer that are shown."""
 
-_EVAL_DETAIL = re.compile(r"/|-truncated_ratio$|-none_reward_ratio$|-pass@\d+$")
+_EVAL_DETAIL = re.compile(r"/|-truncated_ratio$|-none_reward_ratio$|-pass@\d+$|^skipped_")
+_EVAL_LABELS = frozenset(
+    (
+        "step",
+        "weight_version",
+        "steps_after_version",
+        "steps_trained",
+        "lag_steps",
+        "duration_seconds",
+        "export_time_seconds",
+    )
+)
 _DROPPED = "rollout/dynamic_filter/drop_"
 _RECYCLED = re.compile(r"^rollout/fully_async/\w+_groups_recycled$")
 
@@ -63,9 +74,20 @@ class StepConsole:
             return
         self._write(f"{line}  left {duration(self._seconds_left(rollout_id))}")
 
-    def eval(self, metrics: Mapping[str, float]) -> None:
-        """One line for an evaluation that belongs to no step, such as the one before the first."""
-        self._write(f"eval  {eval_text(metrics) or 'without a result'}")
+    def eval(
+        self,
+        metrics: Mapping[str, float],
+        *,
+        step: int | None = None,
+        skipped: str | None = None,
+        message: str = "",
+    ) -> None:
+        """One line for an evaluation that is on no step's line: the one before the first, or one that went on beside
+        training and measured the weights after `step`. `skipped`: why it has no result."""
+        result = eval_text(metrics) or "without a result"
+        if skipped is not None:
+            result = f"skipped ({skipped})" + (f": {quoted(message)}" if message else "")
+        self._write("  ".join(["eval", *([f"of step {step + 1}"] if step is not None else []), result]))
 
     def sample(self, sample: Mapping[str, Any]) -> None:
         """One finished sample: prompt, response, label, reward, weight_versions. Missing keys are left out."""
@@ -113,7 +135,7 @@ def step_line(rollout_id: int, total: int, metrics: Mapping[str, float]) -> str:
 def eval_scores(metrics: Mapping[str, float]) -> dict[str, float]:
     """The mean reward of each evaluated data set: `eval/<name>` without the details (`eval/<name>-pass@4`, ...)."""
     scores = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
-    return {name: value for name, value in scores.items() if not _EVAL_DETAIL.search(name) and name != "step"}
+    return {name: value for name, value in scores.items() if not _EVAL_DETAIL.search(name) and name not in _EVAL_LABELS}
 
 
 def eval_text(metrics: Mapping[str, float]) -> str:
@@ -155,6 +177,13 @@ def print_summary(text: str, *, stream: TextIO | None = None) -> None:
     """The end of a run that went well."""
     stream = stream or sys.stdout
     stream.write(f"\n{text}\n")
+    stream.flush()
+
+
+def print_note(text: str, *, stream: TextIO | None = None) -> None:
+    """Say what is going on where no step does."""
+    stream = stream or sys.stdout
+    stream.write(text + "\n")
     stream.flush()
 
 

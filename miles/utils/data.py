@@ -241,6 +241,12 @@ class _SampleReader:
             raise self._error(row, f"{self.prompt_key!r} must be text or a list of messages, got {prompt!r:.100}")
         if not self.apply_chat_template:
             return prompt
+        if getattr(self.tokenizer, "chat_template", "unknown") is None:
+            raise self._error(
+                row,
+                "--apply-chat-template: the checkpoint's tokenizer has no chat template. Instead: name a file with one "
+                "(--chat-template-path), or drop --apply-chat-template",
+            )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             return str(

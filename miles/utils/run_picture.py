@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from miles.utils import intervals
 from miles.utils.console import eval_scores
-from miles.utils.run_report import loop_window, training_rows
+from miles.utils.run_report import loop_window, steps_trained, training_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,12 +66,10 @@ def draw_reward(axes: Axes, rows: Sequence[Row], steps: Sequence[Row]) -> None:
     axes.plot(x, running_mean(y, SMOOTHING), color=LANES["generation"][1], linewidth=2, label=f"mean of {SMOOTHING}")
     evaluations: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        # An evaluation inside a step's record measured the weights after that step.
-        at = row["step"] + (1 if training_rows([row]) else 0)
         for name, score in eval_scores(row).items():
-            evaluations.setdefault(name, []).append((at, score))
+            evaluations.setdefault(name, []).append((steps_trained(row), score))
     for name, scored in evaluations.items():
-        axes.plot(*zip(*scored, strict=True), "D--", color=LANES["eval"][1], linewidth=1, label=f"eval {name}")
+        axes.plot(*zip(*sorted(scored), strict=True), "D--", color=LANES["eval"][1], linewidth=1, label=f"eval {name}")
     if min(y) >= 0 and max(y) <= 1:
         axes.set_ylim(-0.03, 1.03)
     axes.legend(loc="lower right", fontsize=8, frameon=False)
@@ -137,7 +135,7 @@ def draw_step_time(axes: Axes, steps: Sequence[Row]) -> None:
     )
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, fontsize=8, frameon=False)
     return None
 
 

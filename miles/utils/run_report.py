@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import sys
 from collections import defaultdict
@@ -31,6 +32,8 @@ PICTURE_FILE = "report.png"
 
 REWARD_STEPS = 10
 """The reward at the start and at the end is the mean of this many steps."""
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Lanes = dict[str, list["Interval"]]
@@ -54,6 +57,19 @@ def write_report(run_dir: str | Path) -> dict[str, Any]:
 
     draw_report(rows, lanes, run_dir / PICTURE_FILE, title=str(run_dir))
     return summary
+
+
+def report_of_stopped_run(run_dir: str | Path) -> str:
+    """Write the report of a run that ended early, as far as it got; a line for the message that tells of its end.
+
+    Empty where no step was finished. A report that cannot be made does not hide why the run ended.
+    """
+    try:
+        write_report(run_dir)
+    except (ValueError, OSError) as error:  # no step yet, or a full disk: that the run ended is the message
+        logger.info("no report: %s", error)
+        return ""
+    return f"\n    what it did until then: {Path(run_dir) / PICTURE_FILE}, {SUMMARY_FILE} beside it"
 
 
 # -- reading
@@ -132,18 +148,25 @@ def reward_summary(steps: Sequence[Row]) -> dict[str, Any]:
 
 
 def eval_summary(rows: Iterable[Row]) -> dict[str, dict[str, float | None]]:
-    """For each data set its first and its last evaluation. With one alone, it came before or after the first step."""
+    """For each data set its first and its last evaluation. With one alone, it came before or after the first step.
+
+    One that ran beside training is found late among the records: what counts is how far its weights were trained.
+    """
     results: dict[str, dict[str, float | None]] = {}
-    trained = False
-    for row in rows:
-        trained = trained or bool(training_rows([row]))
+    for row in sorted(rows, key=steps_trained):
         for name, score in eval_scores(row).items():
             entry = results.setdefault(name, {"before": None, "after": None})
-            if trained:
+            if steps_trained(row):
                 entry["after"] = score
             elif entry["before"] is None:
                 entry["before"] = score
     return results
+
+
+def steps_trained(row: Row) -> float:
+    """The training steps that the weights of a record's evaluation have had."""
+    said = row.get("eval/steps_trained")
+    return said if said is not None else row["step"] + (1 if training_rows([row]) else 0)
 
 
 def time_summary(steps: Sequence[Row], lanes: Lanes) -> dict[str, Any]:

@@ -1,32 +1,26 @@
-"""Checkpoints that hold bytes and numbers, never code: safetensors and JSON, nothing is unpickled.
+"""The trainer's part of a checkpoint set: bytes and numbers, never code: safetensors and JSON, nothing is unpickled.
 
-    <save>/
-      latest_checkpointed_iteration.txt   the rollout id of the newest checkpoint; written last
-      iter_0000042/                       appears by a rename, complete
-        config.json, tokenizer,           the model under Hugging Face names: transformers, the engines and
-          model.safetensors               `--hf-checkpoint` can load the directory as it is
-        optimizer.safetensors             "<hf name>|exp_avg", ...: moments under Hugging Face names, and float32
-                                          master weights where the model is bf16
-        rng.safetensors                   generator states of each rank
-        state.json                        rollout id, weight version, position in the schedule, scalar optimizer state,
-                                          and size and digest of every other file
+    iter_0000042/
+      config.json, tokenizer,           the model under Hugging Face names: transformers, the engines and
+        model.safetensors               `--hf-checkpoint` can load the directory as it is
+      optimizer.safetensors             "<hf name>|exp_avg", ...: moments under Hugging Face names, and float32
+                                        master weights where the model is bf16
+      rng.safetensors                   generator states of each rank
+      rollout/state.json                the rollout side's part, taken from where it was staged
+      state.json                        rollout id, weight version, position in the schedule, scalar optimizer state,
+                                        lineage; size and digest of every other file
+
+Rank 0 writes the set, and publishes it: `miles.utils.checkpoint_set` says how sets are named, chosen and checked.
 
 Why an own format: megatron-core's distributed checkpoints keep metadata and common state as pickles. Tensors under
 Hugging Face names do not depend on how the model was split, because the converter that splits weights also splits
 moments.
-
-Loading goes from the newest checkpoint to older ones: one whose digests do not match is refused with a warning that
-says why, and the one before it is used.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
-import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +34,8 @@ from miles.backends.megatron_utils.converter import param_spec, to_hf, to_mcore
 from miles.backends.megatron_utils.hf_export import publish, write_hf_files
 from miles.backends.megatron_utils.model import unwrap
 from miles.backends.megatron_utils.weights import hf_named_tensors, load_hf_weights
+from miles.utils import checkpoint_set
+from miles.utils.checkpoint_set import POINTER, verify
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -47,18 +43,25 @@ if TYPE_CHECKING:
 
     from miles.backends.megatron_utils.hf_config import HFModelConfig
 
+__all__ = ["POINTER", "Leg", "Progress", "TrainingState", "hf_directory", "load", "load_newest", "save", "verify"]
+
 logger = logging.getLogger(__name__)
 
 Scalars = dict[str, dict[str, float]]
 """{field of the torch optimizer's state: {megatron-core name: value}}"""
 
-POINTER = "latest_checkpointed_iteration.txt"
-FORMAT = 1
-_STATE = "state.json"
 _OPTIMIZER = "optimizer.safetensors"
 _RNG = "rng.safetensors"
 _MASTER = "master"
-_ITERATION_DIR = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True)
+class Leg:
+    """The rollouts `first` to `last` that one run has trained on."""
+
+    run: str
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Progress:
     rollout_id: int
     """The last rollout that was trained on."""
     weight_version: int
+    lineage: tuple[Leg, ...] = ()
+    """The runs whose steps these weights are made of, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -79,36 +84,44 @@ class TrainingState:
     scheduler: Any
 
 
-def save(directory: str | Path, state: TrainingState, progress: Progress, *, hf: HFModelConfig, args: Namespace) -> str:
-    """Write `iter_<rollout_id>` under `directory`; rank 0 writes, the others wait. Returns its path."""
-    target = Path(directory) / f"iter_{progress.rollout_id:07d}"
+def save(
+    directory: str | Path,
+    state: TrainingState,
+    progress: Progress,
+    *,
+    hf: HFModelConfig,
+    args: Namespace,
+    rollout_state: str | Path | None = None,
+) -> str:
+    """Write the set `iter_<rollout_id>` under `directory`; rank 0 writes, the others wait. Returns its path.
+
+    `rollout_state`: the staged file that becomes the rollout side's part.
+    """
+    target = checkpoint_set.set_path(directory, progress.rollout_id)
     rng = _gather_rng_states()
     if dist.get_rank() == 0:
+        checkpoint_set.remove_abandoned_parts(directory)
         with publish(target) as part:
+            if rollout_state is not None:
+                checkpoint_set.take_rollout_part(rollout_state, part)
             _write(part, state, progress, rng, hf=hf, args=args)
-        _write_pointer(Path(directory), progress.rollout_id)
+        checkpoint_set.write_pointer(directory, progress.rollout_id)
     parallel.barrier()
     return str(target)
 
 
 def load_newest(directory: str | Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress | None:
-    """Load the newest readable checkpoint under `directory` into `state`; None where there is no checkpoint at all.
+    """Load the newest readable set under `directory` into `state`; None where there is no set at all.
 
     Where `directory` is a Hugging Face checkpoint instead, its weights are loaded, and None is returned as well.
 
     Raises:
-        ValueError: there are checkpoints, but none is readable.
+        ValueError: there are sets, but none is readable.
     """
     root = Path(directory)
-    refused = []
-    for candidate in _candidates(root):
-        problem = verify(candidate)
-        if problem is None:
-            return _read(candidate, state, hf=hf, args=args)
-        logger.warning("checkpoint %s is refused: %s; trying the one before it", candidate, problem)
-        refused.append(f"{candidate.name}: {problem}")
-    if refused:
-        raise ValueError(f"--load {directory}: no checkpoint there is readable ({'; '.join(refused)})")
+    newest = checkpoint_set.newest_readable(root)
+    if newest is not None:
+        return load(newest, state, hf=hf, args=args)
     if (root / "config.json").is_file():
         load_hf_weights(state.model, root, hf)
         state.optimizer.reload_model_params()
@@ -127,44 +140,10 @@ def hf_directory(path: str | Path) -> Path:
     root = Path(path)
     if (root / "config.json").is_file():
         return root
-    found = next((c for c in _candidates(root) if verify(c) is None), None)
+    found = next((c for c in checkpoint_set.candidates(root) if verify(c) is None), None)
     if found is None:
         raise ValueError(f"{path} has no config.json, and no readable checkpoint (iter_*) either")
     return found
-
-
-def verify(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint directory, or None where every file is there and has its digest."""
-    try:
-        recorded = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-        files = recorded["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{_STATE} cannot be read ({type(error).__name__}: {error})"
-    if recorded.get("format") != FORMAT:
-        return f"{_STATE} has format {recorded.get('format')!r}, this version reads {FORMAT}"
-    for name, expected in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        if _digest(path) != expected["blake2b"]:
-            return f"{name} is damaged (its digest differs)"
-    return None
-
-
-def _candidates(root: Path) -> list[Path]:
-    """Checkpoint directories: the one that the pointer names, then the others from new to old."""
-    if not root.is_dir():
-        return []
-    numbered = {int(m[1]): path for path in root.iterdir() if (m := _ITERATION_DIR.fullmatch(path.name))}
-    order = sorted(numbered, reverse=True)
-    pointer = root / POINTER
-    pointed = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
-    if pointed.isdigit() and int(pointed) in numbered:
-        order.remove(int(pointed))
-        order.insert(0, int(pointed))
-    return [numbered[i] for i in order]
 
 
 def _write(
@@ -182,21 +161,20 @@ def _write(
     if not getattr(args, "no_save_optim", False):
         tensors, scalars = _optimizer_tensors(state, hf)
         save_file(tensors, part / _OPTIMIZER)
-    files = {p.name: {"bytes": p.stat().st_size, "blake2b": _digest(p)} for p in sorted(part.iterdir())}
     record = {
-        "format": FORMAT,
         "rollout_id": progress.rollout_id,
         "weight_version": progress.weight_version,
+        "lineage": [asdict(leg) for leg in progress.lineage],
         "optimizer_steps": state.scheduler.num_steps,
         "optimizer_scalars": scalars,
         "optimizer_group_steps": [_step_of(group) for group in state.optimizer.param_groups],
-        "files": files,
     }
-    (part / _STATE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    checkpoint_set.write_record(part, record)
 
 
-def _read(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress:
-    record = json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+def load(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress:
+    """Load this set, which `checkpoint_set.verify` has found whole, into `state`."""
+    record = checkpoint_set.read_record(checkpoint)
     load_hf_weights(state.model, checkpoint, hf)
     state.optimizer.reload_model_params()
     if (checkpoint / _OPTIMIZER).is_file() and not getattr(args, "reset_optimizer_states", False):
@@ -210,18 +188,11 @@ def _read(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Na
         logger.warning("checkpoint %s: optimizer and schedule start anew", checkpoint)
     _restore_rng_state(load_file(checkpoint / _RNG))
     logger.info("resumed from %s", checkpoint)
-    return Progress(rollout_id=int(record["rollout_id"]), weight_version=int(record["weight_version"]))
-
-
-def _write_pointer(root: Path, rollout_id: int) -> None:
-    part = root / f".{POINTER}.part"
-    part.write_text(f"{rollout_id}\n", encoding="utf-8")
-    os.replace(part, root / POINTER)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return Progress(
+        rollout_id=int(record["rollout_id"]),
+        weight_version=int(record["weight_version"]),
+        lineage=tuple(Leg(**leg) for leg in record.get("lineage", ())),
+    )
 
 
 # --- optimizer state, under Hugging Face names -----------------------------------------------------------------------

@@ -52,23 +52,26 @@ def write_hf_files(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]],
 def publish(target: Path) -> Iterator[Path]:
     """A directory to write into that becomes `target` by a rename when the block ends, and is removed when it raises.
 
-    Everything is flushed to disk before the rename, so a crash leaves the old `target` or the new one.
+    Everything is flushed to disk before the rename. A `target` that was there before is moved away right before and
+    removed right after it: a crash leaves the new one, the old one, or, between the two renames, none.
     """
     for abandoned in target.parent.glob(f".part-{target.name}-*"):  # by a run that was killed
         shutil.rmtree(abandoned, ignore_errors=True)
     part = target.parent / f".part-{target.name}-{os.getpid()}"
+    replaced = part.with_name(f"{part.name}-replaced")
     part.mkdir(parents=True)
     try:
         yield part
-        for file in part.iterdir():
+        for file in part.rglob("*"):
             _flush_to_disk(file)
         _flush_to_disk(part)
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(replaced)
         part.rename(target)
         _flush_to_disk(target.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -118,6 +118,8 @@ def validate(args: Namespace) -> None:
 
     Fills in the context length from config.json where no flag gives it.
     """
+    if not args.hf_checkpoint:
+        return  # the flag is required by its owner, miles.rollout.flags
     hf = read_hf_config(args.hf_checkpoint)
     shape = shape_of(hf)
     for dest, expected in shape.items():

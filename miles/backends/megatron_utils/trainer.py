@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +79,8 @@ class MegatronTrainer:
         self.dp_size = self._layout.data_size(world_size)
         self.is_weight_source = rank == 0
         self.weight_version = 0
+        self._lineage: tuple[checkpoint.Leg, ...] = ()
+        self._first_trained: int | None = None
         self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         self._updater: WeightUpdater | None = None
         try:
@@ -98,35 +101,46 @@ class MegatronTrainer:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def load(self) -> int:
-        """Resume from the newest readable checkpoint under `--load`; returns the rollout to go on with (0: afresh).
+    def load(self, checkpoint_dir: str | None = None) -> int:
+        """Resume from this set, which is known to be whole, or else from the newest readable one under `--load`;
+        returns the rollout to go on with (0: afresh).
 
         Raises:
             ValueError: there are checkpoints, but none can be read.
         """
-        directory = getattr(self._args, "load", None)
-        if not directory:
+        state, hf, args = self._training_state(), self._hf, self._args
+        directory = getattr(args, "load", None)
+        progress: checkpoint.Progress | None = None
+        if checkpoint_dir is not None:
+            progress = checkpoint.load(Path(checkpoint_dir), state, hf=hf, args=args)
+        elif directory:
+            progress = checkpoint.load_newest(directory, state, hf=hf, args=args)
+        if progress is None:
             return 0
-        state = checkpoint.load_newest(directory, self._training_state(), hf=self._hf, args=self._args)
-        if state is None:
-            return 0
-        self.weight_version = state.weight_version
-        return state.rollout_id + 1
+        self.weight_version, self._lineage = progress.weight_version, progress.lineage
+        return progress.rollout_id + 1
 
-    def save(self, rollout_id: int) -> str:
-        """Write a checkpoint that continues after `rollout_id` under `--save`; returns its directory.
+    def save(self, rollout_id: int, rollout_state: str | None = None) -> str:
+        """Write a checkpoint set that continues after `rollout_id` under `--save`; returns its directory.
 
-        It appears complete or not at all: written beside, then renamed, then pointed to.
+        It appears complete or not at all: written beside, then renamed, then pointed to. `rollout_state` is the staged
+        file that becomes the rollout side's part of the set.
         """
         directory = getattr(self._args, "save", None)
         if not directory:
             raise ValueError("--save must name a directory to write checkpoints")
+        own_leg = checkpoint.Leg(
+            run=Path(getattr(self._args, "run_dir", None) or "").name,
+            first=rollout_id if self._first_trained is None else self._first_trained,
+            last=rollout_id,
+        )
         path = checkpoint.save(
             directory,
             self._training_state(),
-            checkpoint.Progress(rollout_id=rollout_id, weight_version=self.weight_version),
+            checkpoint.Progress(rollout_id, self.weight_version, (*self._lineage, own_leg)),
             hf=self._hf,
             args=self._args,
+            rollout_state=rollout_state,
         )
         if self.is_weight_source:
             self._hooks.post_save(self._args, rollout_id, path)
@@ -134,9 +148,11 @@ class MegatronTrainer:
 
     def export_hf(self, directory: str) -> None:
         """Write config, tokenizer and weights so that `from_pretrained(directory)` loads them."""
-        if self.is_weight_source:
-            export_hf_checkpoint(directory, self.hf_named_tensors(), source=self._args.hf_checkpoint)
-        parallel.barrier()
+        try:
+            if self.is_weight_source:
+                export_hf_checkpoint(directory, self.hf_named_tensors(), source=self._args.hf_checkpoint)
+        finally:
+            parallel.barrier()  # also where the disk is full: the other ranks wait here
 
     def _training_state(self) -> checkpoint.TrainingState:
         return checkpoint.TrainingState(self._model, self._optimizer, self._scheduler)
@@ -171,6 +187,8 @@ class MegatronTrainer:
                 self._step(rollout_id, i, batch, samples, global_batch_size, reuse_forward)
                 for i, samples in enumerate(steps)
             ]
+        if self._first_trained is None:
+            self._first_trained = rollout_id
         tokens = float(sum(batch["total_lengths"]))
         return {
             **metrics.mean_of_steps(step_metrics),

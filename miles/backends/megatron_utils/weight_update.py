@@ -139,6 +139,7 @@ class WeightUpdater:
         start = time.perf_counter()
         bracket = _Bracket(self._engines, self._config)
         sent_bytes = 0
+        logger.info("sending weight version %d to %d engine(s)", version, len(self._engines))
         try:
             bracket.open()
             for bucket in buckets(tensors, self._config.buffer_bytes):
@@ -152,6 +153,7 @@ class WeightUpdater:
                 self._leave_group()
             raise
         seconds = time.perf_counter() - start
+        logger.info("the engines have weight version %d after %.3f s", version, seconds)
         return {
             "perf/update_weights_time": seconds,
             "perf/weight_update_pause_seconds": bracket.paused_seconds,

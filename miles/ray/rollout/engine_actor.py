@@ -19,10 +19,13 @@ _START_ATTEMPTS = 3
 
 
 class EngineActor:
-    """Starts the server of engine `rank`, watches it and stops it. HTTP goes to the server itself, past the actor."""
+    """Starts the server of engine `rank`, watches it and stops it. HTTP goes to the server itself, past the actor.
 
-    def __init__(self, args: Namespace, rank: int) -> None:
-        self.name = f"engine-{rank}"
+    `kind` is the first part of its name: engine, or eval-engine.
+    """
+
+    def __init__(self, args: Namespace, rank: int, kind: str = "engine") -> None:
+        self.name = f"{kind}-{rank}"
         self._args = args
         self._rank = rank
         self._log_path = Path(args.run_dir) / "logs" / f"{self.name}.log"

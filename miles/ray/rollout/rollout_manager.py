@@ -22,11 +22,16 @@ import ray
 from ray.exceptions import RayActorError
 
 from miles.ray.cluster import num_engines, num_trainers
+from miles.ray.eval.scores import evaluate
+from miles.ray.eval.turns import Turns
 from miles.ray.rollout.engine_actor import EngineActor
-from miles.ray.rollout.metrics import eval_metrics, rollout_metrics
+from miles.ray.rollout.metrics import rollout_metrics
+from miles.ray.rollout.rollout_state import RolloutState
 from miles.ray.rollout.router import Router
 from miles.ray.rollout.train_data import convert_samples_to_train_data, flatten_and_trim, split_train_data_by_dp
+from miles.rollout._submission_gate import submission_paused_from_outside
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles.rollout.eval_flags import eval_way
 from miles.rollout.inference_rollout.compatibility import call_rollout_function, load_rollout_function
 from miles.utils.arguments import resolve_rollout_function_paths
 from miles.utils.async_utils import close_async_loop, get_async_loop, run
@@ -77,6 +82,7 @@ class RolloutManager:
         self._args = copy.copy(args)
         self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
+        self._turns = Turns()
         self._dp_size = num_trainers(args)
         actor_class = ray.remote(EngineActor)
         self._engines = [
@@ -103,6 +109,7 @@ class RolloutManager:
         get_async_loop().watch_lag(args.event_loop_lag_warn_secs)
         self._data_source = load_function(args.data_source_path)(args)
         self._rollout_fn, self._eval_fn = load_rollout_functions(args, self._data_source)
+        self._state = RolloutState(self._rollout_fn, self._data_source, saves=args.save is not None)
         self._log_rollout = load_function(args.custom_rollout_log_function_path)
         self._log_eval = load_function(args.custom_eval_rollout_log_function_path)
 
@@ -116,13 +123,24 @@ class RolloutManager:
     async def set_weight_version(self, version: int) -> None:
         """The trainer's own number for the weights that the engines have from now on."""
         self._weight_version = version
+        await asyncio.to_thread(self._state.on_weight_version, version)
+
+    async def acknowledge(self, rollout_id: int) -> None:
+        """The trainer has finished its step on this batch: its groups are trained."""
+        await asyncio.to_thread(self._state.acknowledge, rollout_id)
+
+    async def give_back(self, rollout_id: int) -> None:
+        """The trainer's step on this batch has failed: its groups are not trained."""
+        await asyncio.to_thread(self._state.give_back, rollout_id)
 
     async def generate(self, rollout_id: int) -> GeneratedBatch:
         """One training batch. Raises what the rollout function raised."""
-        return await asyncio.to_thread(self._generate, rollout_id)
+        async with self._turns.of(self._rollout_fn):
+            return await asyncio.to_thread(self._generate, rollout_id)
 
     def _generate(self, rollout_id: int) -> GeneratedBatch:
         start = time.monotonic()
+        self._state.before_generate(rollout_id)
         rollout_input = RolloutFnTrainInput(rollout_id, weight_version=self._weight_version)
         output = call_rollout_function(self._rollout_fn, rollout_input)
         rollout_time = time.monotonic() - start
@@ -147,21 +165,27 @@ class RolloutManager:
         )
 
     async def eval(self, rollout_id: int) -> dict[str, float]:
-        """Evaluate the engines' current weights; returns metrics."""
-        return await asyncio.to_thread(self._eval, rollout_id)
+        """Evaluate the engines' current weights; returns metrics. Nothing new is generated for training meanwhile."""
+        async with self._turns.of(self._rollout_fn):
+            return await asyncio.to_thread(self._eval, rollout_id)
 
     def _eval(self, rollout_id: int) -> dict[str, float]:
-        output = call_rollout_function(self._eval_fn, RolloutFnEvalInput(rollout_id))
-        metrics = dict(output.metrics or {})
-        if self._log_eval and self._log_eval(rollout_id, self._args, output.data, metrics):
-            return metrics
-        return metrics | eval_metrics(self._args, output.data)
+        version = self._weight_version
+        eval_input = RolloutFnEvalInput(rollout_id, weight_version=None if version is None else str(version))
+        with submission_paused_from_outside(self._rollout_fn):
+            metrics = evaluate(self._args, self._eval_fn, self._log_eval, eval_input)
+        return metrics if version is None else {**metrics, "eval/weight_version": version, "eval/lag_steps": 0}
 
-    async def save(self, rollout_id: int) -> None:
-        await asyncio.to_thread(self._data_source.save, rollout_id)
+    async def save(self, rollout_id: int) -> str:
+        """Stage the rollout side's part of the set after `rollout_id` under `--save`; returns its path."""
+        return await asyncio.to_thread(self._state.save, self._args.save, rollout_id)
 
-    async def load(self, rollout_id: int | None = None) -> None:
-        await asyncio.to_thread(self._data_source.load, rollout_id)
+    async def load(self, rollout_id: int, checkpoint: str | None) -> None:
+        """Go on after `rollout_id`, from this set; None: from what the data source itself has kept."""
+        if checkpoint is not None:
+            await asyncio.to_thread(self._state.load, Path(checkpoint))
+        else:
+            await asyncio.to_thread(self._state.load_data_source, rollout_id)
 
     async def pids(self) -> dict[str, int]:
         """Process ids of the manager, the router, and each engine's actor and server."""
@@ -211,13 +235,16 @@ class RolloutManager:
 
 
 def load_rollout_functions(args: Namespace, data_source: DataSource) -> tuple[Any, Any]:
-    """The functions for training and for evaluation.
+    """The functions for training and for evaluation; the latter is None where snapshots are evaluated, elsewhere.
 
     Two instances even where their paths are equal: nothing that evaluation does may touch the state of training.
     """
     constructor_input = RolloutFnConstructorInput(args=args, data_source=data_source)
     rollout_path, eval_path = resolve_rollout_function_paths(args)
-    return load_rollout_function(constructor_input, rollout_path), load_rollout_function(constructor_input, eval_path)
+    rollout_fn = load_rollout_function(constructor_input, rollout_path)
+    if eval_way(args).uses_snapshots:
+        return rollout_fn, None
+    return rollout_fn, load_rollout_function(constructor_input, eval_path)
 
 
 def _example(samples: list[Sample]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ _REGISTRATION_POLL_SECS = 0.05
 
 
 class Router:
-    """The router process of the run. `ip` and `port` say where it listens."""
+    """The router process of the run. `ip` and `port` say where it listens, `name` what it is called."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, name: str = "router") -> None:
+        self._name = name
         self.ip = args.sglang_router_ip or get_host_info()[1]
         self.port = int(args.sglang_router_port or find_available_port(0))
         self._args = args
@@ -40,7 +41,8 @@ class Router:
 
     async def start(self) -> None:
         """Start the process and wait until it serves."""
-        self._process = ChildProcess("router", self._command(), Path(self._args.run_dir) / "logs" / "router.log")
+        log = Path(self._args.run_dir) / "logs" / f"{self._name}.log"
+        self._process = ChildProcess(self._name, self._command(), log)
         await wait_healthy(self._process, f"{self.url}/health")
 
     async def add_engines(self, engine_urls: list[str]) -> None:

@@ -28,8 +28,8 @@ from miles.rollout.generate_utils.generate_endpoint_utils import ensure_routing_
 from miles.rollout.inference_rollout.compatibility import SampleName, load_generate_function
 from miles.rollout.inference_rollout.deadlines import DeadlineConfig, GroupClock
 from miles.rollout.inference_rollout.notices import Notices
-from miles.rollout.inference_rollout.sample_failures import members, too_stale
-from miles.rollout.inference_rollout.sample_run import SampleRun, count_missing_rewards, is_aborted, reward_in_time
+from miles.rollout.inference_rollout.sample_failures import is_aborted, members, too_stale
+from miles.rollout.inference_rollout.sample_run import SampleRun, count_missing_rewards, reward_in_time
 from miles.rollout.inference_rollout.sibling_tasks import gather_or_cancel
 from miles.rollout.rm_hub import batched_async_rm
 from miles.utils.timeline import BusyIntervals
@@ -319,7 +319,9 @@ class InferenceRolloutFn:
         self.eval_prompt_dataset_cache: dict[Any, Any] = {}
 
     async def __call__(self, input: RolloutFnInput) -> RolloutFnOutput:
-        return await self._eval() if input.evaluation else await self._train(input.rollout_id)
+        if input.evaluation:
+            return await self._eval(getattr(input, "generate_state", None) or self.state)
+        return await self._train(input.rollout_id)
 
     async def _train(self, rollout_id: int) -> RolloutFnTrainOutput:
         from miles.rollout.inference_rollout.inference_rollout_train import generate_rollout_async
@@ -339,7 +341,7 @@ class InferenceRolloutFn:
                 type(self.data_source).__name__,
             )
 
-    async def _eval(self) -> RolloutFnEvalOutput:
+    async def _eval(self, state: GenerateState) -> RolloutFnEvalOutput:
         from miles.rollout.inference_rollout.inference_rollout_eval import eval_rollout
 
-        return RolloutFnEvalOutput(data=await eval_rollout(self.state, self.eval_prompt_dataset_cache))
+        return RolloutFnEvalOutput(data=await eval_rollout(state, self.eval_prompt_dataset_cache))

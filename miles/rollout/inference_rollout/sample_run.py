@@ -21,6 +21,7 @@ from miles.rollout.generate_utils.request_ids import request_ids
 from miles.rollout.inference_rollout.compatibility import SampleName, call_generate_function
 from miles.rollout.inference_rollout.engine_aborts import abort_requests
 from miles.rollout.inference_rollout.sample_failures import (
+    is_aborted,
     is_transport_failure,
     is_unanswered,
     mark_aborted,
@@ -220,8 +221,3 @@ def count_missing_rewards(state: GenerateState, samples: list[Sample], *, evalua
             state.notices.note(f"{SampleName(sample)} is not trained on", f"{sample.metadata[MISSING_REWARD]} had none")
             if evaluation:
                 sample.reward = None
-
-
-def is_aborted(generated: Generated) -> bool:
-    """Whether a sample of these was aborted: such an answer is not rewarded."""
-    return any(member.status is Sample.Status.ABORTED for member in members(generated))

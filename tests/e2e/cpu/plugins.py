@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.rollout.base_types import RolloutFnEvalOutput
+from miles.rollout.checkpoint_eval import CheckpointEvalFn, EvalSkipped
 from miles.rollout.generate_hub import single_turn
 
 if TYPE_CHECKING:
-    from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput
+    from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput, RolloutFnEvalInput
 
 
 async def generate_long(input: GenerateFnInput) -> GenerateFnOutput:
@@ -18,3 +22,24 @@ async def generate_long(input: GenerateFnInput) -> GenerateFnOutput:
 
 async def reward_that_raises(args: Any, sample: Any, **kwargs: Any) -> float:
     raise KeyError(f"no reward for sample {sample.index}")
+
+
+async def generate_when_released(input: GenerateFnInput) -> GenerateFnOutput:
+    """Evaluation answers that wait until the file in metadata["release"] exists."""
+    release = Path(input.sample.metadata["release"])
+    while not release.exists():  # noqa: ASYNC110, ASYNC240 - another process makes it
+        await asyncio.sleep(0.05)
+    return await single_turn.generate(input)
+
+
+class CountWeights(CheckpointEvalFn):
+    """A user's evaluation of a checkpoint. It fails once, and leaves out one version."""
+
+    def __call__(self, input: RolloutFnEvalInput) -> RolloutFnEvalOutput:
+        assert input.hf_dir is not None
+        if input.weight_version == "2":
+            raise RuntimeError("the harness broke")
+        if input.weight_version == "3":
+            raise EvalSkipped("no_quota", "the cluster is full")
+        size = sum(path.stat().st_size for path in Path(input.hf_dir).glob("*.safetensors"))
+        return RolloutFnEvalOutput(data={}, metrics={"eval/bytes": size})

@@ -34,6 +34,11 @@ class FinishedRun:
         """The metrics of each step, in order."""
         return read_steps(self.run_dir)
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records that hold an evaluation or say why there is none, in the order in which they were logged."""
+        records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [record for record in records if "eval/weight_version" in record]
+
     def sum_of(self, metric: str) -> float:
         return sum(step[metric] for step in self.steps())
 
@@ -82,6 +87,19 @@ class RunningRun:
 
     def send(self, signum: int) -> None:
         self._process.send_signal(signum)
+
+    def is_alive(self) -> bool:
+        """Whether the driver runs."""
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Kill what is left of the run, after a failed test."""
+        if self.is_alive():
+            self.remember_processes()
+            for process in self._seen:
+                if process.is_running():
+                    process.send_signal(signal.SIGKILL)
+            self.reap()
 
     def reap(self) -> None:
         """Collect the driver after it was killed, without reading what it printed."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from miles.utils.checkpoint_set import newest_readable, read_record
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.timeout(240), getattr(pytest.mark, "stage-a-cpu")]
 
+SAVE_LAST = ("--save-interval", "100000")
 FOREVER = ("--num-rollout", "100000")
 GONE_SECS = 15
 AGENTS_GONE_SECS = 90
@@ -79,7 +82,7 @@ def test_a_process_that_dies_ends_the_run_with_its_name_and_its_log(
 
 def test_a_stopped_run_saves_and_the_same_command_with_load_goes_on(launcher: Launcher, tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
-    run = launcher.start(*FOREVER, "--save", str(save), "--save-interval", "100000")
+    run = launcher.start(*FOREVER, "--save", str(save), *SAVE_LAST)
     run.wait_for_steps(3)
     run.remember_processes()
     started = time.monotonic()
@@ -90,13 +93,21 @@ def test_a_stopped_run_saves_and_the_same_command_with_load_goes_on(launcher: La
     assert f"--load {save}" in stopped.output
     assert run.survivors(5) == []
 
-    trained = stopped.steps()[-1]
-    first = trained["step"] + 1
-    resumed = launcher.run("--load", str(save), "--num-rollout", str(first + 3))
+    first = stopped.steps()[-1]["step"] + 1
+    version = saved_version(save)
+    resumed = launcher.run("--load", str(save), "--num-rollout", str(first + 3), "--save", str(save), *SAVE_LAST)
     step, *_ = resumed.steps()
     # The step under way when the signal came may have been finished, and is then part of the checkpoint.
     assert step["step"] in (first, first + 1)
-    assert step["rollout/weight_version/min"] > trained["rollout/weight_version/min"]
+    assert step["rollout/weight_version/max"] <= version + 1
+    # One update at the start, and one before the save after each step but the first.
+    assert saved_version(save) == version + len(resumed.steps())
+
+
+def saved_version(save: Path) -> int:
+    newest = newest_readable(save)
+    assert newest is not None
+    return int(read_record(newest)["weight_version"])
 
 
 def test_an_error_in_a_plug_in_ends_the_run_with_that_error(launcher: Launcher) -> None:

@@ -52,6 +52,19 @@ def test_a_cluster_without_gpus_gives_a_cpu_to_each_rank_and_engine_trainers_fir
     assert (placement.engines.offset, placement.engines.count) == (2, 3)
 
 
+def test_engines_that_only_evaluate_come_last_and_have_a_manager(
+    cluster: dict[str, float], requested: list[dict[str, float]]
+) -> None:
+    flags = args()
+    flags.eval_num_gpus, flags.eval_num_gpus_per_engine, flags.eval_interval = 2, 1, 10
+    with pytest.raises(ValueError, match=r"needs 9 CPUs .2 for training, 3 for rollout, 2 for evaluation, 2 for manag"):
+        create_placement(flags)
+    cluster["CPU"] = 9
+    placement = create_placement(flags)
+    assert len(requested) == 7
+    assert (placement.eval_engines.offset, placement.eval_engines.count) == (5, 2)
+
+
 def test_a_cluster_with_gpus_gives_one_to_each(cluster: dict[str, float], requested: list[dict[str, float]]) -> None:
     cluster["GPU"] = 5
     create_placement(args())

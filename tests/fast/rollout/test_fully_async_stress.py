@@ -89,7 +89,7 @@ class Schedule:
         self.trained.update(group_indexes(batch))
 
     def check_books(self, fn: FullyAsyncRolloutFn) -> None:
-        waiting = [pair[0] for pair in (*fn._returned, *(fn._output._queue if fn._output else ()))]
+        waiting = [pair[0] for pair in (*fn._finished.returned, *(fn._output._queue if fn._output else ()))]
         in_flight = [key.prompt_group for key in fn.ledger.held_by(Owner.IN_FLIGHT)]
         places = self.trained + self.dropped + _count(self.source.added) + _count(waiting) + _count(in_flight)
         assert places == _count(self.source.pulled)
@@ -111,6 +111,7 @@ async def run_schedule(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> N
         max_weight_staleness=schedule.random.choice([None, 0, 1, 3]),
         async_max_concurrent_samples=schedule.random.choice([None, 2, 8, 32]),
         async_data_buffer_capacity_factor=schedule.random.choice([0.5, 1.0, 4.0]),
+        async_max_group_retries=1000,
     )
 
     class EngineVersion:

@@ -322,17 +322,32 @@ class TestConfigFile:
 
 
 class TestCheckConfig:
+    def printed(self, command_line: CommandLine, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            command_line.parse(*flags)
+        assert end.value.code == 0
+        return capsys.readouterr().out
+
     def test_prints_the_resolved_configuration_and_exits(
         self, command_line: CommandLine, capsys: pytest.CaptureFixture[str]
     ):
-        with pytest.raises(SystemExit) as end:
-            command_line.parse("--check-config", "--fully-async")
-        assert end.value.code == 0
-        out = capsys.readouterr().out
+        out = self.printed(command_line, capsys, "--check-config", "--fully-async", "--lr", "1e-6")
         config = yaml.safe_load(out)
         assert list(config) == sorted(config)
         assert config["global_batch_size"] == 16
         assert config["rollout_function_path"].endswith("FullyAsyncRolloutFn")
+        assert config["lr"] == 1e-6, "given, although it is the default"
+        assert out.splitlines()[-1] == "# OK: a run would start"
+
+    def test_leaves_out_what_has_its_default(self, command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
+        config = yaml.safe_load(self.printed(command_line, capsys, "--check-config"))
+        assert len(config) < 30
+        assert {"run_dir", "check_config", "sglang_mem_fraction_static", "lora_rank"} & set(config) == set()
+
+    def test_prints_everything_on_demand(self, command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
+        out = self.printed(command_line, capsys, "--check-config", "all")
+        assert {"run_dir", "sglang_mem_fraction_static", "lora_rank"} <= set(yaml.safe_load(out))
+        assert out.splitlines()[-1] == "# OK: a run would start"
 
     def test_keeps_secrets(self, command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
         with pytest.raises(SystemExit):

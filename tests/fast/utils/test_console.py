@@ -69,6 +69,9 @@ def test_eval_scores_are_the_names_without_their_details() -> None:
         "eval/aime-24-pass@16": 0.8,
         "eval/aime-24/response_len/mean": 7.0,
         "eval/step": 3,
+        "eval/weight_version": 4,
+        "eval/lag_steps": 1,
+        "eval/skipped_busy": 1,
         "train/loss": 1.0,
     }
     assert eval_scores(metrics) == {"aime-24": 0.5}
@@ -139,3 +142,14 @@ def test_the_end_is_one_message_on_the_right_stream(capsys: pytest.CaptureFixtur
     captured = capsys.readouterr()
     assert captured.out == "\nall went well\n"
     assert captured.err == "\nmiles: it did not\n"
+
+
+def test_an_evaluation_beside_training_names_its_step_or_says_why_it_is_missing() -> None:
+    stream = io.StringIO()
+    console = StepConsole(4, stream=stream)
+    console.eval({"eval/sort": 0.31, "eval/weight_version": 3, "eval/lag_steps": 2}, step=1)
+    console.eval({"eval/skipped_crashed": 1}, step=2, skipped="crashed", message="KeyError: 'x'\nmore")
+    assert stream.getvalue().splitlines() == [
+        "eval  of step 2  sort 0.310",
+        "eval  of step 3  skipped (crashed): \"KeyError: 'x'\\nmore\"",
+    ]

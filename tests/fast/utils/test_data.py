@@ -106,6 +106,14 @@ def test_a_missing_label_is_named(write):
         dataset(write([{"input": "A", "label": 1}, {"input": "B"}]), label_key="label")
 
 
+def test_a_missing_chat_template_names_the_flag_that_gives_one(write):
+    class Bare:
+        chat_template = None
+
+    with pytest.raises(ValueError, match=r"line 1: --apply-chat-template: .* no chat template.*--chat-template-path"):
+        Dataset(write([{"input": "A"}]), Bare(), apply_chat_template=True)
+
+
 def test_a_failing_chat_template_is_named_with_its_line(write):
     class Strict(CharTokenizer):
         def apply_chat_template(self, messages, **keywords):

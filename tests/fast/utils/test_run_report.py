@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from miles.utils.run_picture import running_mean, zoom_window
+from miles.utils.run_picture import draw_step_time, running_mean, zoom_window
 from miles.utils.run_report import (
     format_summary,
     loop_window,
     main,
     read_json_lines,
     read_metrics,
+    report_of_stopped_run,
     summarize,
     write_report,
 )
@@ -55,6 +56,15 @@ def test_evaluations_before_and_after() -> None:
     assert summary["eval"] == {"sort": {"before": 0.3, "after": 0.9}}
     assert summarize(rows[1:], {})["eval"] == {"sort": {"before": None, "after": 0.9}}
     assert summarize(rows[:2], {})["eval"] == {"sort": {"before": 0.3, "after": None}}
+
+
+def test_an_evaluation_that_ran_beside_training_counts_where_its_weights_belong() -> None:
+    late = [
+        {"step": 1, "eval/sort": 0.9, "eval/steps_trained": 2},
+        {"step": 0, "eval/sort": 0.3, "eval/steps_trained": 0},
+        {"step": 0, "eval/sort": 0.5, "eval/steps_trained": 1},
+    ]
+    assert summarize([step(0, 0.2), step(1, 0.4), *late], {})["eval"] == {"sort": {"before": 0.3, "after": 0.9}}
 
 
 def test_times_count_the_training_loop_only() -> None:
@@ -152,6 +162,27 @@ def test_a_directory_without_a_run_is_one_clear_message(tmp_path: Path, capsys: 
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="ended before its first step"):
         read_metrics(tmp_path)
+
+
+def test_a_stopped_run_has_a_report_of_what_it_did(tmp_path: Path) -> None:
+    assert report_of_stopped_run(tmp_path) == "", "no step was finished"
+    run_dir = write_run(tmp_path / "run", steps=3)
+    assert str(run_dir / "report.png") in report_of_stopped_run(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
+
+
+def test_the_legend_of_step_times_lies_beside_the_data(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    draw_step_time(axes, read_metrics(write_run(tmp_path, steps=20))[1:])
+    figure.draw_without_rendering()
+    legend = axes.get_legend()
+    assert legend is not None
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_the_detailed_timeline_shows_a_dozen_steps_from_the_middle() -> None:

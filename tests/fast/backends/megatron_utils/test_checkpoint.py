@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from miles.backends.megatron_utils.checkpoint import POINTER, verify
+from miles.utils import checkpoint_set
 from tests.fast.backends.megatron_utils.tiny_models import make_args, make_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     TrainerOf = Callable[..., Any]
 
@@ -95,6 +96,49 @@ def test_nothing_in_a_checkpoint_is_pickled(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000000", POINTER], "no temporary files stay behind"
     assert verify(directory) is None
     del trainer
+
+
+def test_a_set_takes_the_rollout_part_and_remembers_which_runs_it_is_made_of(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    save = tmp_path / "checkpoints"
+    first = saved_run(checkpoints["qwen3-tied"], save, trainer_of, rollouts=2, run_dir="runs/first")
+    first.train(2, make_shard(seed=2))
+    staged = checkpoint_set.staged_rollout_path(save, 2)
+    staged.write_text('{"queued": []}', encoding="utf-8")
+    first.save(2, str(staged))
+    newest = checkpoint_set.newest_readable(save)
+    assert newest is not None
+    assert (newest / "rollout/state.json").read_text(encoding="utf-8") == '{"queued": []}' and not staged.exists()
+    first.train(3, make_shard(seed=3))  # never saved
+
+    second = trainer_of(make_args(checkpoints["qwen3-tied"], save=str(save), run_dir="runs/second", **SCHEDULE))
+    assert second.load(str(newest)) == 3
+    for i in (3, 4):
+        second.train(i, make_shard(seed=i))
+    assert checkpoint_set.read_record(Path(second.save(4)))["lineage"] == [
+        {"run": "first", "first": 0, "last": 2},
+        {"run": "second", "first": 3, "last": 4},
+    ]
+
+
+def test_a_set_of_the_first_format_is_read(checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path) -> None:
+    saved_run(checkpoints["qwen3-tied"], tmp_path, trainer_of, rollouts=1)
+    state = tmp_path / "iter_0000000" / "state.json"
+    record = json.loads(state.read_text(encoding="utf-8"))
+    del record["lineage"]
+    state.write_text(json.dumps({**record, "format": 1}), encoding="utf-8")
+    assert trainer_of(make_args(checkpoints["qwen3-tied"], load=str(tmp_path), **SCHEDULE)).load() == 1
+
+
+def test_a_set_that_is_saved_again_is_replaced(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    trainer = saved_run(checkpoints["qwen3-tied"], tmp_path, trainer_of, rollouts=1)
+    trainer.weight_version = 5
+    trainer.save(0)
+    assert checkpoint_set.read_record(tmp_path / "iter_0000000")["weight_version"] == 5
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000000", POINTER]
 
 
 def damage_truncate(directory: Path) -> None:

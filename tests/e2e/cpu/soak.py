@@ -1,0 +1,117 @@
+"""Many epochs that are killed at random moments and resumed; see `tests/run_soak.sh`.
+
+One round is one epoch in which each kind of process is killed once, in a random order, each at a random moment. Its
+seed decides everything that the test decides. `results.jsonl` gets one line a round, so a soak that is stopped goes on
+where it was; `python -m tests.e2e.cpu.soak --out DIR --table` prints what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from examples.quickstart.prepare import prepare
+from tests.e2e.cpu.kills import MOMENTS, VICTIMS, Epoch, Kill
+from tests.e2e.cpu.runs import Launcher
+
+RESULTS = "results.jsonl"
+
+
+def main() -> int:
+    options = _parse()
+    results = options.out / RESULTS
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.table:
+        _soak(options, results)
+    rounds = _read(results)
+    print(table(rounds))
+    failed = [r for r in rounds if r["error"]]
+    for r in failed:
+        print(f"seed {r['seed']} FAILED: {r['error']}")
+    return 1 if failed or not rounds else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/soak"), help="directory of the results")
+    parser.add_argument("--rounds", type=int, default=20, help="epochs; each kills every kind of process once")
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first round")
+    parser.add_argument("--minutes", type=float, default=120.0, help="begin no round after this time")
+    parser.add_argument("--table", action="store_true", help="only print the results that are there")
+    return parser.parse_args()
+
+
+def _soak(options: argparse.Namespace, results: Path) -> None:
+    started = time.monotonic()
+    done = {r["seed"] for r in _read(results)}
+    data = prepare(options.out / "data", steps=300).resolve()
+    for seed in range(options.first_seed, options.first_seed + options.rounds):
+        if seed in done:
+            continue
+        if time.monotonic() - started > 60 * options.minutes:
+            print(f"{options.minutes:g} minutes are over: seeds from {seed} on were not run; start again to go on")
+            return
+        result = play(seed, options.out.resolve(), data)
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"seed {seed}: {result['error'] or 'every prompt once'}, {result['seconds']:.0f} s", flush=True)
+
+
+def play(seed: int, out: Path, data: Path) -> dict[str, Any]:
+    """One round. Its files are kept where it failed."""
+    directory = out / f"seed-{seed}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    rng = random.Random(seed)
+    victims = rng.sample(VICTIMS, len(VICTIMS))
+    epoch = Epoch(Launcher(directory, data), directory / "checkpoints")
+    started, error = time.monotonic(), ""
+    try:
+        for victim in victims:
+            if epoch.run_until(Kill.draw(rng, victim)) is None:
+                break  # the epoch was complete; the kills that were made count
+        epoch.run_to_end()
+        epoch.check()
+    except AssertionError as failure:
+        error = str(failure)[-2000:] or repr(failure)
+    if not error:
+        shutil.rmtree(directory)
+    kills = [outcome.to_dict() for outcome in epoch.outcomes]
+    return {"seed": seed, "error": error, "seconds": round(time.monotonic() - started, 1), "kills": kills}
+
+
+def table(rounds: list[dict[str, Any]]) -> str:
+    """Kills by victim and moment; for save and update how many were still inside it when the signal was sent."""
+    count: Counter[tuple[str, str]] = Counter()
+    inside: Counter[tuple[str, str]] = Counter()
+    for kill in (kill for r in rounds for kill in r["kills"]):
+        key = (kill["victim"], kill["moment"])
+        count[key] += 1
+        inside[key] += kill["in_moment"]
+    lines = ["| killed | " + " | ".join(MOMENTS) + " | all |", "|---|" + "---|" * (len(MOMENTS) + 1)]
+    for victim in VICTIMS:
+        cells = [
+            f"{count[victim, m]} ({inside[victim, m]} inside)" if m in ("save", "update") else str(count[victim, m])
+            for m in MOMENTS
+        ]
+        lines.append(f"| {victim} | " + " | ".join(cells) + f" | {sum(count[victim, m] for m in MOMENTS)} |")
+    passed = sum(not r["error"] for r in rounds)
+    lines.append(f"{len(rounds)} epochs, {passed} of them with every prompt trained exactly once")
+    return "\n".join(lines)
+
+
+def _read(results: Path) -> list[dict[str, Any]]:
+    if not results.exists():
+        return []
+    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
