@@ -138,7 +138,7 @@ class Floor:
         await self._wave.passes()
         return group
 
-    async def close(self) -> None: ...
+    def close(self, runner: asyncio.Runner) -> None: ...
 
 
 class Heart:
@@ -165,7 +165,7 @@ class Heart:
         return -(-count // BATCH_GROUPS) * BATCH_GROUPS
 
     def run(self, runner: asyncio.Runner, count: int) -> None:
-        fully_async_rollout.generate_and_rm_group = self._generate  # type: ignore[assignment]  # read for each group
+        self._choose_generation()
         runner.run(self._run(count))
 
     async def _run(self, count: int) -> None:
@@ -186,8 +186,13 @@ class Heart:
                 sample_done_callback()
         return group
 
-    async def close(self) -> None:
-        await self.fn.close()
+    def close(self, runner: asyncio.Runner) -> None:
+        self._choose_generation()
+        runner.run(self.fn.close())
+
+    def _choose_generation(self) -> None:
+        """For this one's turn: tasks look it up when they start."""
+        fully_async_rollout.generate_and_rm_group = self._generate  # type: ignore[assignment]
 
 
 # --- measuring ---
@@ -226,7 +231,7 @@ def sides(
         yield runners
     finally:
         for runner, side in runners.values():
-            runner.run(side.close())
+            side.close(runner)
             runner.close()
         fully_async_rollout.generate_and_rm_group = original
 

@@ -26,16 +26,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from miles.ray.cluster import RayCluster
+from miles.ray.cluster import RayCluster, num_engines
 from miles.ray.eval import make_eval_dispatcher
 from miles.ray.placement_group import create_placement
 from miles.ray.rollout.rollout_manager import RolloutManager
+from miles.ray.step_metrics import fully_async_driver_metrics
 from miles.ray.steps import Steps
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.ray.train_group import TrainGroup
 from miles.utils.checkpoint_set import newest_readable
 from miles.utils.console import StepConsole, print_note
 from miles.utils.misc import should_run_periodic_action
+from miles.utils.trace import TRACE_FILE, TraceWriter
 from miles.utils.tracking import Tracker, write_run_config
 
 if TYPE_CHECKING:
@@ -78,6 +80,9 @@ class Run:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_run_config(self.args, self.run_dir)
         self._timeline = (self.run_dir / "timeline.jsonl").open("a", buffering=1)
+        self._trace = TraceWriter(
+            self.run_dir / TRACE_FILE, self.args.trace_max_events, num_engines=num_engines(self.args)
+        )
         self._listen_for_stop()
         print_note(f"run directory {self.run_dir}; starting Ray, engines and trainers ...")
         try:
@@ -94,6 +99,8 @@ class Run:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            if exc is None:
+                self._trace.groups(await self._supervisor.wait(self.manager.take_group_phases.remote()))
             if isinstance(exc, StopRequested):
                 await self._save_after_stop()
             if self._evals is not None and exc is None:
@@ -186,6 +193,7 @@ class Run:
         self._timeline.close()
         if hasattr(self, "_tracker"):
             self._tracker.close()
+        self._trace.close()
 
     async def _save_after_stop(self) -> None:
         """Finish the training step that is under way and save, within a few seconds."""
@@ -216,6 +224,7 @@ class Run:
         """One training step on `batch`."""
         for start, end in batch.generation_intervals:
             self._record("generation", start, end, rollout_id)
+        self._trace.groups(batch.group_phases)
         self._metrics |= batch.metrics
         self._example = batch.example
         async with self._span("training", "perf/train_time", rollout_id):
@@ -293,6 +302,8 @@ class Run:
         step_time, self._step_start = now - self._step_start, now
         self._metrics["perf/step_time"] = step_time
         self._metrics["perf/wait_time_ratio"] = self._metrics.get("perf/train_wait_time", 0.0) / step_time
+        if self.args.fully_async:
+            self._metrics |= fully_async_driver_metrics(self._metrics, step_time)
         self._tracker.log(self._metrics, step=rollout_id)
         self._console.step(rollout_id, self._metrics)
         interval = self.args.log_sample_interval
@@ -312,6 +323,7 @@ class Run:
 
     def _record(self, lane: str, start: float, end: float, step: int | None) -> None:
         self._timeline.write(json.dumps({"lane": lane, "start": start, "end": end, "step": step}) + "\n")
+        self._trace.span(lane, start, end, step)
 
     def _log(self, process: str) -> Path:
         return self.run_dir / "logs" / f"{process}.log"

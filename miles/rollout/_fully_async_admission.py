@@ -22,7 +22,7 @@ from __future__ import annotations
 
 
 class Admission:
-    """The window above; without a limit it is open. Whoever asks knows the trainer's version, else no window is known."""
+    """The window above; without a limit it is open. Where the trainer's version is not known, nobody asks."""
 
     def __init__(self, *, limit: int | None, update_interval: int, batch_size: int) -> None:
         self._batches_of_a_version = update_interval * batch_size

@@ -119,10 +119,14 @@ class FullyAsyncConfig:
 
     @property
     def most_groups_in_flight(self) -> int:
-        """By group `max_in_flight_groups`. By sample a group may be down to its last sample when the next one starts,
-        for which a whole group's places must be free: `max_in_flight_samples - n_samples_per_prompt + 1`."""
+        """By group `max_in_flight_groups`.
+
+        By sample, a group may be down to its last sample when the next one starts, for which a whole group's places
+        must be free: `max_in_flight_samples - n_samples_per_prompt + 1` groups may be generating, and
+        `max_in_flight_groups` more may hold no place any more, because they are being rewarded or wait for room.
+        """
         if self.by_sample:
-            return self.max_in_flight_samples - self.n_samples_per_prompt + 1
+            return self.max_in_flight_samples - self.n_samples_per_prompt + 1 + self.max_in_flight_groups
         return self.max_in_flight_groups
 
     def queue_capacity(self, default: int) -> int:

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
     from miles.rollout._fully_async_ledger import GroupKey, GroupLedger
     from miles.rollout._fully_async_versions import VersionLabel
+    from miles.rollout._fully_async_window import ActiveTime
 
 
 class FinishedGroups:
-    def __init__(self, store: DataBuffer, ledger: GroupLedger) -> None:
+    """`blocked` learns when a group waits for room."""
+
+    def __init__(self, store: DataBuffer, ledger: GroupLedger, blocked: ActiveTime) -> None:
         self.store = store
         self.returned: deque[DataBufferInput] = deque()
         self.waiting_puts = 0
@@ -30,6 +33,7 @@ class FinishedGroups:
 
         self._builtin = store if isinstance(store, DefaultDataBuffer) else None
         self._ledger = ledger
+        self._blocked = blocked
 
     @property
     def size(self) -> int:
@@ -38,8 +42,10 @@ class FinishedGroups:
 
     @property
     def size_bytes(self) -> int:
-        """Estimated bytes of what is in the built-in store."""
-        return 0 if self._builtin is None else self._builtin.size_bytes
+        """Estimated bytes of the groups that wait for the trainer."""
+        if self._builtin is None:
+            return sum(key.size_bytes for key in self._ledger.held_by(Owner.QUEUED))
+        return self._builtin.size_bytes + sum(item.entry.size_bytes for item in self.returned)
 
     @property
     def queue(self) -> asyncio.Queue[Any] | None:
@@ -60,10 +66,12 @@ class FinishedGroups:
         item = DataBufferInput(key.prompt_group, key.group or [], key)
         if self._builtin is None or not self._builtin.put_at_once(item):
             self.waiting_puts += 1
+            self._blocked.begin(self._ledger.clock())
             try:
                 await self.store.put(item)
             finally:
                 self.waiting_puts -= 1
+                self._blocked.end(self._ledger.clock())
         if key.owner is Owner.IN_FLIGHT:  # a custom store may have refused it, or have handed it out already
             self._ledger.queue(key)
 

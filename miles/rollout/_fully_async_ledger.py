@@ -78,6 +78,9 @@ class GroupKey:
     """What generation made of it, once it has."""
 
     finished_at: float | None = None
+    finished_version: int | str | None = None
+    """The trainer's weight version at that moment, None where it had told none."""
+
     rollout_id: int | None = None
     """The call that has drained it."""
 
@@ -142,6 +145,7 @@ class GroupLedger:
         self.pulled = 0
         self.in_flight = 0
         self.queued = 0
+        self.queue_peak = 0
         self.drained = 0
         self.trained = 0
         self.recycled = 0
@@ -171,6 +175,8 @@ class GroupLedger:
         self.open[key.number] = key
         self.pulled += 1
         self.queued += 1
+        if self.queued > self.queue_peak:
+            self.queue_peak = self.queued
         self._after(key, None)
         return key
 
@@ -185,6 +191,8 @@ class GroupLedger:
         else:
             raise self._illegal(key, _QUEUED)
         self.queued += 1
+        if self.queued > self.queue_peak:
+            self.queue_peak = self.queued
         key.owner = _QUEUED
         self._after(key, old)
 
@@ -257,11 +265,18 @@ class GroupLedger:
 
     # ---- the books
 
-    def finish(self, key: GroupKey) -> None:
-        """Generation has ended, and the group's size is known. No transition: it is in flight until it is queued."""
-        key.finished_at = self.clock()
+    def finish(self, key: GroupKey) -> float:
+        """Generation has ended, and the group's size is known: when. No transition: it is in flight until it is
+        queued."""
+        key.finished_at = now = self.clock()
         self.generated_samples += key.samples
         self.generated_tokens += key.tokens
+        return now
+
+    def take_queue_peak(self) -> int:
+        """The most groups that were queued at once since the last call."""
+        peak, self.queue_peak = self.queue_peak, self.queued
+        return peak
 
     def check(self) -> None:
         """Raise LedgerError where the books do not balance."""

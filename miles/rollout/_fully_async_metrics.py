@@ -13,12 +13,12 @@ from miles.rollout.filter_hub.base_types import MetricGatherer
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from miles.rollout._fully_async_ledger import GroupKey, GroupLedger
+    from miles.rollout._fully_async_ledger import GroupKey
+    from miles.rollout._fully_async_staleness import VersionSplit
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "rollout/fully_async"
-_SUMS = ("generated_samples", "generated_tokens", "trained_samples", "trained_tokens")
 
 
 @dataclass
@@ -45,6 +45,38 @@ class Staleness:
 
 
 @dataclass
+class Journey:
+    """How the groups of a batch came to the trainer: sums over them."""
+
+    timed: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    measured: int = 0
+    versions_in_flight: int = 0
+    versions_in_queue: int = 0
+
+    def add_time(self, seconds: float) -> None:
+        """From the end of generation to the trainer."""
+        self.timed += 1
+        self.seconds += seconds
+        self.longest = max(self.longest, seconds)
+
+    def add_versions(self, in_flight: int, in_queue: int) -> None:
+        self.measured += 1
+        self.versions_in_flight += in_flight
+        self.versions_in_queue += in_queue
+
+    def metrics(self) -> dict[str, float]:
+        """The key set is fixed; 0 where nothing was measured."""
+        return {
+            f"{_PREFIX}/completion_to_train_seconds_mean": self.seconds / max(1, self.timed),
+            f"{_PREFIX}/completion_to_train_seconds_max": self.longest,
+            f"{_PREFIX}/trained_staleness_in_flight_mean": self.versions_in_flight / max(1, self.measured),
+            f"{_PREFIX}/trained_staleness_in_queue_mean": self.versions_in_queue / max(1, self.measured),
+        }
+
+
+@dataclass
 class DrainReport:
     """Filled by one drain, read once when it hands over its batch.
 
@@ -56,6 +88,7 @@ class DrainReport:
     drops: MetricGatherer = field(default_factory=MetricGatherer)
     measured: Staleness = field(default_factory=Staleness)
     trained: Staleness = field(default_factory=Staleness)
+    journey: Journey = field(default_factory=Journey)
     unknown_version_groups: int | None = None
     """Groups whose age was wanted and could not be told; None where no age was wanted."""
 
@@ -72,10 +105,14 @@ class DrainReport:
         if staleness is not None:
             self.measured.add(staleness)
 
-    def add_trained(self, keys: Iterable[GroupKey]) -> None:
+    def add_trained(self, keys: Iterable[GroupKey], split: VersionSplit, now: float) -> None:
+        """These are handed to the trainer now."""
         for key in keys:
             if key.staleness is not None:
                 self.trained.add(key.staleness)
+                self.journey.add_versions(*split.of(key))
+            if key.finished_at is not None:  # else somebody else has generated it, or the run before this one
+                self.journey.add_time(now - key.finished_at)
 
     def forget_ages(self) -> None:
         """The drain failed and its groups will be measured again; what it recycled and dropped stays counted."""
@@ -105,45 +142,6 @@ class DrainReport:
             **({} if unknown is None else {f"{_PREFIX}/unknown_version_groups": unknown}),
             **self.measured.metrics(""),
             **self.trained.metrics("trained_"),
+            **self.journey.metrics(),
             **self.drops.collect(),
         }
-
-
-class LedgerWindow:
-    """What the books have counted since the last report: one per rollout function, `metrics` once a step."""
-
-    def __init__(self, ledger: GroupLedger) -> None:
-        self._ledger = ledger
-        self._before = self._read()
-
-    def metrics(self, *, in_flight_samples: int, in_flight_bound: int, queue_bytes: int) -> dict[str, float]:
-        """The key set is fixed. Mean lengths are of samples; 0 where there were none."""
-        now = self._read()
-        since = {name: now[name] - self._before[name] for name in now}
-        self._before = now
-        sums = {name: since.pop(name) for name in _SUMS}
-        since |= {
-            "tokens_generated": sums["generated_tokens"],
-            "tokens_trained": sums["trained_tokens"],
-            "response_len_generated_mean": _ratio(sums["generated_tokens"], sums["generated_samples"]),
-            "response_len_trained_mean": _ratio(sums["trained_tokens"], sums["trained_samples"]),
-            "in_flight_samples": in_flight_samples,
-            "in_flight_bound": in_flight_bound,
-            "queue_bytes": queue_bytes,
-        }
-        return {f"{_PREFIX}/{name}": value for name, value in since.items()}
-
-    def _read(self) -> dict[str, float]:
-        ledger = self._ledger
-        return {
-            "groups_pulled": ledger.pulled,
-            "groups_trained": ledger.trained,
-            **{f"groups_recycled_{reason.value}": count for reason, count in ledger.recycled_by.items()},
-            **{f"groups_dropped_{reason.value}": count for reason, count in ledger.dropped_by.items()},
-            **{f"tokens_wasted_{reason}": tokens for reason, tokens in ledger.wasted_tokens.items()},
-            **{name: getattr(ledger, name) for name in _SUMS},
-        }
-
-
-def _ratio(total: float, count: float) -> float:
-    return total / count if count else 0.0

@@ -8,19 +8,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from miles.rollout._fully_async_ledger import GroupKey
+    from miles.rollout._fully_async_window import ActiveTime
 
 
 class SampleSlots:
     """`total` places. A group takes `per_group` of them and frees each once: one by one, or the rest together.
 
-    `on_room` is called when places have become free and one more group fits.
+    `on_room` is called when places have become free and one more group fits. `generation` learns when a group is being
+    generated: until its last sample has freed its place, or, where none does so by itself, until the group is finished.
     """
 
-    def __init__(self, total: int, per_group: int, on_room: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        total: int,
+        per_group: int,
+        on_room: Callable[[], None],
+        generation: ActiveTime,
+        clock: Callable[[], float],
+    ) -> None:
         self.total = total
         self.per_group = per_group
         self.used = 0
         self._on_room = on_room
+        self._generation = generation
+        self._clock = clock
         self._most_used_with_room = total - per_group
 
     @property
@@ -30,14 +41,22 @@ class SampleSlots:
     def take(self, key: GroupKey) -> None:
         self.used += self.per_group
         key.slots = self.per_group
+        self._generation.begin(key.pulled_at)
 
     def free_one(self, key: GroupKey) -> None:
         """A sample of the group has finished. Does nothing where all of its places are free already."""
         if key.slots:
             key.slots -= 1
             self.used -= 1
+            if not key.slots and key.finished_at is None:
+                self._generation.end(self._clock())
             if self.used <= self._most_used_with_room:
                 self._on_room()
+
+    def finish(self, key: GroupKey, finished_at: float) -> None:
+        """Nothing of the group is being generated any more, whatever places it still holds."""
+        if key.slots:
+            self._generation.end(finished_at)
 
     def free_all(self, key: GroupKey) -> None:
         """The group has left generation."""

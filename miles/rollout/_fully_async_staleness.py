@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles.rollout._fully_async_groups import describe, samples_of
+from miles.rollout._fully_async_versions import version_number
 
 if TYPE_CHECKING:
     from miles.rollout._fully_async_ledger import GroupKey
@@ -49,6 +50,11 @@ class StalenessGauge:
         report.add_measured(staleness)
         return self._limit is None or staleness is None or staleness <= self._limit
 
+    def is_within_limit(self, labels: tuple[int | str, ...], current: VersionLabel | None) -> bool:
+        """Whether what these versions wrote is, as far as can be told, not too old. Notes nothing."""
+        staleness = self._age(labels, current).staleness
+        return self._limit is None or staleness is None or staleness <= self._limit
+
     def is_up_to_date(self, key: GroupKey) -> bool:
         """Whether the trainer's version is the one that the group was measured against."""
         return key.measured_serial == self._versions.serial
@@ -79,3 +85,35 @@ class StalenessGauge:
                     f"--strict-weight-versions: sample {sample.index} of {describe(key.prompt_group)} has the weight "
                     f"versions {labels}; the trainer's current one is {current!r}, and it must have published them all"
                 )
+
+
+class VersionSplit:
+    """Where the staleness of groups comes from: versions that passed while they were generated, and while they waited.
+
+    A group waits from the version that the trainer had when generation ended, or from the newest one that wrote a token
+    where that came later. The two numbers add up to the group's staleness. For one batch, against one `current` version
+    (None: the trainer's is not known, and the groups were measured against what the engines reported).
+    """
+
+    def __init__(self, versions: WeightVersions, current: VersionLabel | None) -> None:
+        self._versions = versions
+        self._current = current
+        self._known: dict[tuple[tuple[int | str, ...], VersionLabel | None, int], tuple[int, int]] = {}
+
+    def of(self, key: GroupKey) -> tuple[int, int]:
+        """(in flight, in the queue). The group must have been measured."""
+        assert key.staleness is not None
+        situation = (key.versions, key.finished_version, key.staleness)
+        split = self._known.get(situation)
+        if split is None:
+            waited = self._since_finished(key, key.staleness)
+            split = self._known[situation] = (key.staleness - waited, waited)
+        return split
+
+    def _since_finished(self, key: GroupKey, staleness: int) -> int:
+        if self._current is None:
+            numbers = [n for label in key.versions if (n := version_number(label)) is not None]
+            return max(0, staleness - (max(numbers) - min(numbers) if numbers else 0))
+        labels = key.versions if key.finished_version is None else (*key.versions, key.finished_version)
+        ages = (self._versions.age(label, self._current) for label in labels)
+        return min(staleness, min((age for age in ages if age is not None), default=staleness))

@@ -39,15 +39,16 @@ def add_flags(parser: ArgumentParser) -> None:
         "--max-weight-staleness",
         type=int,
         default=None,
-        help="Most weight updates between the oldest token of a group and the drain; older groups are generated again. "
-        "0: current weights only. None: no limit.",
+        help="Most weight updates between the oldest token of a group and the training step that uses it; older groups "
+        "are generated again, and groups that would be born too old are held back. 0: current weights only, as in "
+        "synchronous training. None: no limit.",
     )
     group.add_argument(
         "--async-max-concurrent-samples",
         type=int,
         default=None,
-        help="Most samples in flight, counted in whole groups; at least --n-samples-per-prompt. "
-        "None: --rollout-batch-size groups.",
+        help="Most samples in flight; a group starts when all of its samples fit. At least --n-samples-per-prompt. "
+        "None: those of --rollout-batch-size groups.",
     )
     group.add_argument(
         "--async-data-buffer-capacity-factor",

@@ -58,28 +58,32 @@ from miles.rollout._fully_async_groups import (
     take_stock,
 )
 from miles.rollout._fully_async_ledger import GroupKey, GroupLedger, GroupObserver, Owner, RecycleReason
-from miles.rollout._fully_async_metrics import DrainReport, LedgerWindow
+from miles.rollout._fully_async_metrics import DrainReport
 from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
 from miles.rollout._fully_async_slots import SampleSlots
 from miles.rollout._fully_async_snapshot import restore_state, take_snapshot
-from miles.rollout._fully_async_staleness import StalenessGauge
+from miles.rollout._fully_async_staleness import StalenessGauge, VersionSplit
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
+from miles.rollout._fully_async_window import Activity, LedgerWindow, loop_lag_metrics
 from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import acall_dynamic_filter
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
+from miles.utils.loop_lag import drain_loop_lag
 from miles.utils.misc import load_function
 from miles.utils.user_calls import UserCode, call_user
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
     from miles.rollout._fully_async_versions import VersionLabel
+    from miles.utils.types import Sample
 
 __all__ = [
     "EndOfData",
@@ -135,12 +139,22 @@ class FullyAsyncRolloutFn(PausableSubmission):
         self._gauge = StalenessGauge(
             self._trainer.versions, limit=config.max_weight_staleness, strict=config.strict_weight_versions
         )
+        if hasattr(self.state, "still_usable"):  # whether a group's finished samples may wait for one that is retried
+            self.state.still_usable = self._still_usable  # type: ignore[method-assign]
         self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
+        self._most_groups = config.most_groups_in_flight
         self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
-        self._slots = SampleSlots(config.max_in_flight_samples, config.n_samples_per_prompt, self._wake.set)
+        self._activity = Activity()
+        self._slots = SampleSlots(
+            config.max_in_flight_samples,
+            config.n_samples_per_prompt,
+            self._wake.set,
+            self._activity.generation,
+            clock=self._now,
+        )
         self._group_tasks = GroupTasks(on_failure=self._leave)
         self._worker: asyncio.Future[Any] | None = None
-        self._finished = FinishedGroups(self._build_store(), self.ledger)
+        self._finished = FinishedGroups(self._build_store(), self.ledger, self._activity.blocked)
         self._end_waiters: set[asyncio.Future[None]] = set()
         self._closed = False
         self._unreported = DrainReport()
@@ -177,6 +191,9 @@ class FullyAsyncRolloutFn(PausableSubmission):
         """Versions that a group may lag behind when it is trained, if none overtakes it: `ceil((F + Q) / (B * k))`, and
         at most `--max-weight-staleness`; derived in docs/user-guide/fully-async.md."""
         return self.config.staleness_bound(self.queue_capacity)
+
+    def _now(self) -> float:
+        return self.ledger.clock()
 
     @property
     def queue_size(self) -> int:
@@ -260,6 +277,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         if self._closed:
             raise RuntimeError("this FullyAsyncRolloutFn is closed")
         self._finished.open()
+        self._activity.start(self._now())
         if self._worker is None:
             self.ledger.clock = asyncio.get_running_loop().time
             self._worker = asyncio.create_task(self._run_worker(), name="fully-async-worker")
@@ -286,6 +304,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
     def _may_submit(self) -> bool:
         return (
             self._slots.one_group_fits
+            and self.ledger.in_flight < self._most_groups  # by sample, those that are rewarded hold no place any more
             and not (
                 self._finished.waiting_puts and self.config.by_sample
             )  # by group, those that wait still hold their places
@@ -321,7 +340,8 @@ class FullyAsyncRolloutFn(PausableSubmission):
         if self._group_tasks.stopping:
             return  # user code has outlived its cancellation, and nobody may be left to make room in the queue
         take_stock(key, group)
-        self.ledger.finish(key)
+        key.finished_version = self._trainer.versions.current
+        self._slots.finish(key, self.ledger.finish(key))
         await self._finished.put(key)
         self._leave(key)
 
@@ -357,7 +377,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
             self._unreported = report
             raise
         self._trainer.hand_over(rollout_id, mine)
-        report.add_trained(mine)
+        report.add_trained(mine, VersionSplit(self._trainer.versions, self._trainer.version), self._now())
         report.warn_about_unknown_versions(self.config.max_weight_staleness)
         return RolloutFnTrainOutput(samples=batch, metrics=self._metrics(report))
 
@@ -419,6 +439,10 @@ class FullyAsyncRolloutFn(PausableSubmission):
         report.count_recycled(RecycleReason.STALE, self._refusals.unused(key, RecycleReason.STALE))
         return False
 
+    def _still_usable(self, samples: Sequence[Sample]) -> bool:
+        labels = {label for sample in samples for label in sample.weight_versions}
+        return self._gauge.is_within_limit(tuple(labels), self._trainer.version)
+
     def _remove_outdated(self, mine: list[GroupKey], report: DrainReport) -> bool:
         """Measure again what was measured against an older version than the trainer's; whether some had to go."""
         if not self._trainer.version_known or all(self._gauge.is_up_to_date(key) for key in mine):
@@ -440,14 +464,19 @@ class FullyAsyncRolloutFn(PausableSubmission):
         return batch
 
     def _metrics(self, report: DrainReport) -> dict[str, Any]:
+        queue_size = self.queue_size
         return {
             **self._finished.store.get_metrics(),
             **self._window.metrics(
                 in_flight_samples=self._slots.used,
                 in_flight_bound=self.max_in_flight_samples,
+                queue_size=queue_size,
                 queue_bytes=self._finished.size_bytes,
+                sample_retries=getattr(self.state, "sample_retries", 0),
             ),
-            **report.metrics(queue_size=self.queue_size),
+            **self._activity.metrics(self._now()),
+            **loop_lag_metrics(drain_loop_lag()),
+            **report.metrics(queue_size=queue_size),
         }
 
     # ---- waiting for a finished group
@@ -468,6 +497,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
         patience = Patience(loop.time(), warn_every=NO_PROGRESS_WARN_SECS, limit=self.config.no_progress_timeout)
         end_of_data: asyncio.Future[None] = loop.create_future()
         self._end_waiters.add(end_of_data)
+        self._activity.waiting.begin(loop.time())
         self._look_again()
         try:
             while True:
@@ -481,6 +511,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
                     return getting.done()
                 self._look_at(patience, loop.time(), kept)
         finally:
+            self._activity.waiting.end(loop.time())
             self._end_waiters.discard(end_of_data)
 
     def _look_at(self, patience: Patience, now: float, kept: int) -> None:

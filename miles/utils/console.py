@@ -12,6 +12,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from miles.utils.bottleneck import BottleneckWatch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -51,6 +53,7 @@ class StepConsole:
         self._stream = stream or sys.stdout
         self._clock = clock
         self._began = clock()
+        self._bottleneck = BottleneckWatch()
         self._bar: Any = None
         if self._stream.isatty():
             from tqdm import tqdm
@@ -66,13 +69,15 @@ class StepConsole:
             )
 
     def step(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """One line for the finished step `rollout_id`."""
+        """One line for the finished step `rollout_id`, and now and then one that names its bottleneck."""
         line = step_line(rollout_id, self._total, metrics)
         if self._bar is not None:
             self._bar.update(rollout_id + 1 - self._bar.n)
             self._write(line)
-            return
-        self._write(f"{line}  left {duration(self._seconds_left(rollout_id))}")
+        else:
+            self._write(f"{line}  left {duration(self._seconds_left(rollout_id))}")
+        if sentence := self._bottleneck.step(rollout_id, metrics):
+            self._write(f"    {sentence}")
 
     def eval(
         self,

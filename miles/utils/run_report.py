@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.utils import intervals
+from miles.utils.bottleneck import combined, diagnose
 from miles.utils.console import duration, eval_scores, print_error, print_summary
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def summarize(rows: Sequence[Row], lanes: Lanes) -> dict[str, Any]:
         "time": time_summary(steps, lanes),
         "staleness": staleness_summary(steps),
         "groups": group_summary(steps),
+        "bottleneck": bottleneck_summary(steps),
         "logprob_abs_diff_max": max(column(steps, "train/train_rollout_logprob_abs_diff"), default=None),
     }
 
@@ -227,6 +229,12 @@ def group_summary(steps: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def bottleneck_summary(steps: Sequence[Row]) -> str | None:
+    """The sentence about the whole run but its first step, in which everything starts; None unless fully async."""
+    diagnosis = diagnose(combined(steps[1:] if len(steps) > 1 else steps))
+    return None if diagnosis is None else diagnosis.sentence
+
+
 def sums_by_reason(steps: Iterable[Row], pattern: re.Pattern[str]) -> dict[str, int]:
     """Totals over the run of every key that matches, by the key's group 1; reasons that never occurred are left out."""
     sums: defaultdict[str, float] = defaultdict(float)
@@ -267,6 +275,8 @@ def format_summary(summary: dict[str, Any]) -> str:
             ("staleness", f"mean {staleness['mean']:.2f}, max {staleness['max']:.0f} weight versions (trained groups)")
         )
     lines.append(("groups", _groups_text(summary["groups"])))
+    if summary.get("bottleneck"):
+        lines.append(("bottleneck", summary["bottleneck"]))
     if summary.get("run_dir"):
         lines.append(("files", f"{summary['run_dir']}/  ({PICTURE_FILE}, {METRICS_FILE}, logs/, ...)"))
     width = max(len(label) for label, _ in lines)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.utils.flag_rules import require, require_not_negative
+from miles.utils.trace import DEFAULT_MAX_EVENTS
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -33,6 +34,13 @@ def add_flags(parser: ArgumentParser) -> None:
         type=int,
         default=10,
         help="Print one sample (prompt, answer, reward, versions) every this many steps. 0: never.",
+    )
+    run.add_argument(
+        "--trace-max-events",
+        type=int,
+        default=DEFAULT_MAX_EVENTS,
+        help="Most events of prompt groups, and of everything else, in trace.json of the run directory, the timeline "
+        "for https://ui.perfetto.dev; about 150 bytes each, six a group. 0: no such file.",
     )
     run.add_argument(
         "--check-config",
@@ -110,7 +118,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def validate(args: Namespace) -> None:
     """Raise ValueError where the values break a rule."""
-    require_not_negative(args, "log_sample_interval")
+    require_not_negative(args, "log_sample_interval", "trace_max_events")
     runs = Path(args.runs_dir)
     require(not runs.exists() or runs.is_dir(), f"--runs-dir {args.runs_dir!r} is not a directory")
     require(

@@ -29,6 +29,7 @@ from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
 from miles.ray.rollout.router import Router
 from miles.ray.rollout.train_data import convert_samples_to_train_data, flatten_and_trim, split_train_data_by_dp
+from miles.rollout._fully_async_trace import observe_groups
 from miles.rollout._submission_gate import submission_paused_from_outside
 from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles.rollout.eval_flags import eval_way
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from miles.ray.placement_group import Bundles
     from miles.rollout.data_source import DataSource
     from miles.utils.timeline import Interval
+    from miles.utils.trace import GroupPhase
     from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class GeneratedBatch:
     metrics: dict[str, float]
     generation_intervals: list[Interval]  # seconds since the epoch during which a sample was being generated
     example: dict[str, Any] = field(default_factory=dict)  # prompt, response, label, reward, weight_versions of one
+    group_phases: list[GroupPhase] = field(default_factory=list)  # what ended since the last batch, for the trace
 
 
 class RolloutManager:
@@ -110,6 +113,7 @@ class RolloutManager:
         self._data_source = load_function(args.data_source_path)(args)
         self._rollout_fn, self._eval_fn = load_rollout_functions(args, self._data_source)
         self._state = RolloutState(self._rollout_fn, self._data_source, saves=args.save is not None)
+        self._group_phases = observe_groups(self._rollout_fn, args.trace_max_events)
         self._log_rollout = load_function(args.custom_rollout_log_function_path)
         self._log_eval = load_function(args.custom_eval_rollout_log_function_path)
 
@@ -162,7 +166,12 @@ class RolloutManager:
             metrics=metrics,
             generation_intervals=self._drain_generation_intervals(),
             example=_example(samples),
+            group_phases=self._take_group_phases(),
         )
+
+    async def take_group_phases(self) -> list[GroupPhase]:
+        """What has ended since the last batch."""
+        return self._take_group_phases()
 
     async def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate the engines' current weights; returns metrics. Nothing new is generated for training meanwhile."""
@@ -228,6 +237,9 @@ class RolloutManager:
             close_data_source()
         run(close_http_client())
         close_async_loop()
+
+    def _take_group_phases(self) -> list[GroupPhase]:
+        return [] if self._group_phases is None else self._group_phases.take()
 
     def _drain_generation_intervals(self) -> list[Interval]:
         busy = getattr(getattr(self._rollout_fn, "state", None), "busy", None)

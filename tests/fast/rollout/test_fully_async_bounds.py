@@ -198,8 +198,25 @@ async def test_a_batch_given_back_is_trained_again_at_limit_zero(monkeypatch):
         assert group_indexes(first.samples) == group_indexes(again.samples)
         assert len(engines.born) == 3
         fn.acknowledge(0)
+        engines.version = 2
         fn.on_weight_version(2)
         await asyncio.wait_for(fn(train(1)), 10)
+
+
+@virtual
+async def test_a_batch_given_back_does_not_count_twice_against_the_window(monkeypatch):
+    engines = Engines()
+    async with running(
+        monkeypatch, engines, rollout_batch_size=3, max_weight_staleness=0, update_weights_interval=2
+    ) as fn:
+        fn.on_weight_version(1)
+        await fn(train(0))
+        fn.give_back(0)
+        for step in range(2):
+            await fn(train(step))
+            await asyncio.sleep(10)
+            fn.acknowledge(step)
+        assert len(engines.born) == 6  # two batches for version 1, and nothing that would be too old for version 2
 
 
 @virtual
@@ -248,10 +265,11 @@ def test_admission_forgets_an_update_that_did_not_come():
     [
         ({"async_data_buffer_capacity_factor": 1.0}, 2),
         ({"async_data_buffer_capacity_factor": 1.0, "async_max_concurrent_samples": 24 * 16}, 3),
+        ({"async_data_buffer_capacity_factor": 0.25, "async_max_concurrent_samples": 24 * 16}, 2),
         ({"async_data_buffer_capacity_factor": 1.0, "update_weights_interval": 2}, 1),
         ({"async_data_buffer_capacity_factor": 4.0, "max_weight_staleness": 2}, 2),
         ({}, math.ceil((16 + 1000) / 16)),
-        ({"async_data_buffer_capacity_factor": 1.0, "rollout_submission_granularity": "sample"}, 17),
+        ({"async_data_buffer_capacity_factor": 1.0, "rollout_submission_granularity": "sample"}, 18),
     ],
 )
 def test_bound_in_flight(monkeypatch, flags, bound):

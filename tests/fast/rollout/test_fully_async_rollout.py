@@ -321,7 +321,8 @@ async def test_without_a_limit_nothing_is_queried_and_nothing_measured(monkeypat
         fn._weight_version = FakeWeightVersion(99)
         output = await fn(train())
         assert fn._weight_version.queries == 0
-    assert not [key for key in output.metrics if "staleness" in key]
+    assert not [key for key in output.metrics if key.endswith(("avg_staleness", "max_staleness"))]
+    assert output.metrics[PREFIX + "trained_staleness_in_flight_mean"] == 0
 
 
 @virtual

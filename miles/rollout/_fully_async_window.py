@@ -1,0 +1,141 @@
+"""What has happened since the last batch was handed over: counts from the books, and who worked or waited how long.
+
+    last batch handed over                                   this batch handed over
+    |--------------------------- window -----------------------------|
+    generation  ####-------##########################-----###########    idle: no sample is being generated
+    blocked     ------------------------------------####-------------    a finished group waits for room in the store
+    waiting     -----------------------------------------------######    a call waits for a finished group
+
+Every moment and every event belongs to one window: counts are differences, and an activity that goes on is cut at the
+window's end. There is one reader, the drain. Gauges are read, never changed, but for the peak, which starts again at
+what is queued at that moment.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles.rollout._fully_async_ledger import GroupLedger
+    from miles.utils.loop_lag import LoopLag
+
+_PREFIX = "rollout/fully_async"
+_SUMS = ("generated_samples", "generated_tokens", "trained_samples", "trained_tokens")
+
+
+class ActiveTime:
+    """Seconds during which at least one holder was active. Times are given, in seconds of one clock."""
+
+    __slots__ = ("_active", "_seconds", "_since")
+
+    def __init__(self) -> None:
+        self._active = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    def begin(self, now: float) -> None:
+        if not self._active:
+            self._since = now
+        self._active += 1
+
+    def end(self, now: float) -> None:
+        self._active -= 1
+        if not self._active:
+            self._seconds += now - self._since
+
+    def take(self, now: float) -> float:
+        """The seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        if self._active:
+            seconds += now - self._since
+            self._since = now
+        return seconds
+
+
+class Activity:
+    """Generation, producer and consumer of one rollout function, window by window."""
+
+    def __init__(self) -> None:
+        self.generation = ActiveTime()
+        """Held by a group from its pull until none of its samples is being generated any more."""
+
+        self.blocked = ActiveTime()
+        """Held by a finished group that waits for room in the store."""
+
+        self.waiting = ActiveTime()
+        """Held by a call that waits for a finished group."""
+
+        self._began: float | None = None
+
+    def start(self, now: float) -> None:
+        """The first window begins, unless it has."""
+        if self._began is None:
+            self._began = now
+
+    def metrics(self, now: float) -> dict[str, float]:
+        """Of the window that ends now."""
+        window = 0.0 if self._began is None else now - self._began
+        self._began = now
+        idle = window - self.generation.take(now)
+        return {
+            f"{_PREFIX}/generation_idle_fraction": max(0.0, idle / window) if window > 0 else 0.0,
+            f"{_PREFIX}/producer_blocked_seconds": self.blocked.take(now),
+            f"{_PREFIX}/consumer_wait_seconds": self.waiting.take(now),
+        }
+
+
+class LedgerWindow:
+    """What the books have counted in the window: one per rollout function, `metrics` once a step."""
+
+    def __init__(self, ledger: GroupLedger) -> None:
+        self._ledger = ledger
+        self._sample_retries = 0
+        self._before = self._read()
+
+    def metrics(
+        self, *, in_flight_samples: int, in_flight_bound: int, queue_size: int, queue_bytes: int, sample_retries: int
+    ) -> dict[str, float]:
+        """The key set is fixed. Mean lengths are of samples; 0 where there were none.
+
+        `sample_retries` counts since the start. What others put into the store is in `queue_size` alone until it is
+        drained.
+        """
+        now = self._read()
+        since = {name: now[name] - self._before[name] for name in now}
+        self._before = now
+        sums = {name: since.pop(name) for name in _SUMS}
+        since |= {
+            "tokens_generated": sums["generated_tokens"],
+            "tokens_trained": sums["trained_tokens"],
+            "response_len_generated_mean": _ratio(sums["generated_tokens"], sums["generated_samples"]),
+            "response_len_trained_mean": _ratio(sums["trained_tokens"], sums["trained_samples"]),
+            "in_flight_samples": in_flight_samples,
+            "in_flight_bound": in_flight_bound,
+            "queue_bytes": queue_bytes,
+            "queue_peak": max(self._ledger.take_queue_peak(), queue_size),
+            "sample_retries": sample_retries - self._sample_retries,
+        }
+        self._sample_retries = sample_retries
+        return {f"{_PREFIX}/{name}": value for name, value in since.items()}
+
+    def _read(self) -> dict[str, float]:
+        ledger = self._ledger
+        return {
+            "groups_pulled": ledger.pulled,
+            "groups_trained": ledger.trained,
+            **{f"groups_recycled_{reason.value}": count for reason, count in ledger.recycled_by.items()},
+            **{f"groups_dropped_{reason.value}": count for reason, count in ledger.dropped_by.items()},
+            **{f"tokens_wasted_{reason}": tokens for reason, tokens in ledger.wasted_tokens.items()},
+            **{name: getattr(ledger, name) for name in _SUMS},
+        }
+
+
+def loop_lag_metrics(lag: LoopLag) -> dict[str, float]:
+    return {
+        f"{_PREFIX}/event_loop_lag_p99_seconds": lag.p99,
+        f"{_PREFIX}/event_loop_lag_max_seconds": lag.maximum,
+    }
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else 0.0

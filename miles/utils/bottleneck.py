@@ -1,0 +1,271 @@
+"""Which side of a fully asynchronous step is the bottleneck, and what to change: one sentence, from its metrics.
+
+                      trainer waits                      trainer does not wait
+    generation waits  both: they wait for each other     training
+    it does not       generation                         weight updates, where they take long; else neither
+
+Pure: the same metrics give the same sentence. A share counts from `NOTICEABLE` on.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "rollout/fully_async/"
+NOTICEABLE = 0.10
+"""Share of a step, or of the groups, from which on something is worth a remark."""
+
+MOSTLY_FILTERED = 0.50
+"""Share of groups that a dynamic filter drops from which on it is."""
+
+LONG_STANDSTILL_SECS = 1.0
+SHOW_EVERY = 10
+"""Steps after which the console shows the sentence again, changed or not."""
+
+CHANGED_FOR = 3
+"""Steps in a row that must agree on something new before the console shows it out of turn."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`side`: generation, training, both, weight updates or neither. `cause` names the rule that has spoken."""
+
+    side: str
+    cause: str
+    sentence: str
+
+
+class Shares:
+    """A step's metrics as shares of its time and of its groups, 0 where a metric is missing."""
+
+    def __init__(self, metrics: Mapping[str, float]) -> None:
+        def of(name: str) -> float:
+            return metrics.get(PREFIX + name) or 0.0
+
+        seconds = metrics.get("perf/step_time") or 0.0
+        pulled = of("groups_pulled")
+
+        def of_time(name: str) -> float:
+            return min(1.0, of(name) / seconds) if seconds else 0.0
+
+        def of_groups(*names: str) -> float:
+            return min(1.0, sum(map(of, names)) / pulled) if pulled else 0.0
+
+        self.train_idle = of("train_idle_fraction")
+        self.trainer_waits = of_time("consumer_wait_seconds")
+        self.generation_idle = of("generation_idle_fraction")
+        self.blocked = of_time("producer_blocked_seconds")
+        self.pause = of_time("weight_update_pause_seconds")
+        self.stale = of_groups("groups_recycled_stale", "groups_dropped_stale")
+        self.aborted = of_groups("groups_recycled_aborted", "groups_dropped_aborted")
+        self.filtered = of_groups("groups_dropped_filtered")
+        self.standstill = of("event_loop_lag_max_seconds")
+        self.full = not of("in_flight_bound") or of("in_flight_samples") >= 0.5 * of("in_flight_bound")
+        self.older_in_queue = of("trained_staleness_in_queue_mean") > of("trained_staleness_in_flight_mean")
+
+    @property
+    def generation_waits(self) -> float:
+        return max(self.generation_idle, self.blocked)
+
+
+def diagnose(metrics: Mapping[str, float]) -> Diagnosis | None:
+    """None for a step that is not fully asynchronous."""
+    if PREFIX + "generation_idle_fraction" not in metrics:
+        return None
+    shares = Shares(metrics)
+    trainer_waits, generation_waits = shares.train_idle >= NOTICEABLE, shares.generation_waits >= NOTICEABLE
+    if trainer_waits and shares.trainer_waits < NOTICEABLE <= shares.train_idle - shares.trainer_waits:
+        return _trainer_is_held_up(shares)
+    if trainer_waits and generation_waits:
+        return _both(shares)
+    if trainer_waits:
+        return _generation(shares)
+    if generation_waits:
+        return _training(shares)
+    return _neither(shares)
+
+
+def _trainer_is_held_up(s: Shares) -> Diagnosis:
+    return Diagnosis(
+        "neither",
+        "evaluation",
+        f"Neither side: the trainer stood idle for {s.train_idle:.0%} of the time, and hardly for want of a batch: "
+        "evaluate less often, or on engines of its own.",
+    )
+
+
+def _generation(s: Shares) -> Diagnosis:
+    cause, change = _why_generation_is_slow(s)
+    return Diagnosis(
+        "generation",
+        cause,
+        f"Generation is the bottleneck, the trainer stood idle for {s.train_idle:.0%} of the time: {change}.",
+    )
+
+
+def _why_generation_is_slow(s: Shares) -> tuple[str, str]:
+    if s.standstill >= LONG_STANDSTILL_SECS:
+        return "standstill", (
+            f"the rollout's event loop stood still for {s.standstill:.1f} s; rollout_manager.log shows the function "
+            "that blocked it"
+        )
+    if s.aborted >= NOTICEABLE:
+        return "aborted", (
+            f"{s.aborted:.0%} of the groups were aborted and generated again; look into the engines' logs, and at "
+            "--sample-timeout-secs"
+        )
+    if s.stale >= NOTICEABLE:
+        return "stale", f"{s.stale:.0%} of the groups were thrown away as too old; {_fresher(s)}"
+    if s.filtered >= MOSTLY_FILTERED:
+        return "filtered", (
+            f"the dynamic filter dropped {s.filtered:.0%} of the groups; use prompts that fit the model, or a milder "
+            "filter"
+        )
+    if s.pause >= NOTICEABLE:
+        return "pause", f"the engines were paused for {s.pause:.0%} of the time; {_FEWER_UPDATES}"
+    if not s.full:
+        return "not full", (
+            "less than half of the samples that may be in flight were; look for a submission that is held back by "
+            "--max-weight-staleness or by an evaluation, or for the end of the data"
+        )
+    return "engines", (
+        "raise --async-max-concurrent-samples until the engines are busy, then add engines, or shorten the answers"
+    )
+
+
+def _training(s: Shares) -> Diagnosis:
+    begin = f"Training is the bottleneck, generation stood still for {s.generation_waits:.0%} of the time"
+    if s.stale >= NOTICEABLE:
+        return Diagnosis(
+            "training", "stale", f"{begin} and {s.stale:.0%} of the groups grew too old all the same: {_fresher(s)}."
+        )
+    if s.blocked >= NOTICEABLE:
+        return Diagnosis(
+            "training",
+            "queue full",
+            f"{begin} before a full queue: add trainers or move engines to them; a larger queue would only make the "
+            "data older.",
+        )
+    return Diagnosis(
+        "training",
+        "held back",
+        f"{begin}, since --max-weight-staleness lets no more groups start: add trainers, or raise it.",
+    )
+
+
+def _both(s: Shares) -> Diagnosis:
+    begin = (
+        f"Both sides wait for each other, the trainer for {s.train_idle:.0%} and generation for "
+        f"{s.generation_waits:.0%} of the time"
+    )
+    if s.blocked >= NOTICEABLE:
+        return Diagnosis(
+            "both",
+            "bursts",
+            f"{begin}: groups finish in bursts that the queue cannot hold; raise --async-data-buffer-capacity-factor.",
+        )
+    return Diagnosis(
+        "both",
+        "alternating",
+        f"{begin}: too few groups may start before the next weights; raise --max-weight-staleness or "
+        "--async-max-concurrent-samples.",
+    )
+
+
+def _neither(s: Shares) -> Diagnosis:
+    if s.stale >= NOTICEABLE:
+        return Diagnosis(
+            "neither",
+            "stale",
+            f"Neither side waits, but {s.stale:.0%} of the groups were thrown away as too old: {_fresher(s)}.",
+        )
+    if s.pause >= NOTICEABLE:
+        return Diagnosis(
+            "weight updates",
+            "pause",
+            f"Weight updates are the bottleneck, the engines were paused for {s.pause:.0%} of the time: "
+            f"{_FEWER_UPDATES}.",
+        )
+    return Diagnosis(
+        "neither",
+        "balanced",
+        f"Neither side is a bottleneck, the trainer stood idle for {s.train_idle:.0%} and generation for "
+        f"{s.generation_waits:.0%} of the time: nothing to change.",
+    )
+
+
+_FEWER_UPDATES = "raise --update-weights-interval, or try --pause-generation-mode in_place"
+
+
+def _fresher(s: Shares) -> str:
+    if s.older_in_queue:
+        return "lower --async-data-buffer-capacity-factor, since they age in the queue, or raise --max-weight-staleness"
+    return "lower --async-max-concurrent-samples, since they age in flight, or raise --max-weight-staleness"
+
+
+class BottleneckWatch:
+    """Logs every step's sentence, and decides which are shown: the first, then one after `SHOW_EVERY` steps, or earlier
+    where a change has lasted."""
+
+    def __init__(self) -> None:
+        self._shown: Diagnosis | None = None
+        self._steps_since = 0
+        self._other: tuple[str, str] | None = None
+        self._other_for = 0
+
+    def step(self, rollout_id: int, metrics: Mapping[str, float]) -> str | None:
+        """The sentence, where it is to be shown now."""
+        diagnosis = diagnose(metrics)
+        if diagnosis is None:
+            return None
+        logger.info("step %d: %s", rollout_id + 1, diagnosis.sentence)
+        self._steps_since += 1
+        now = (diagnosis.side, diagnosis.cause)
+        self._other_for = self._other_for + 1 if now == self._other else 1
+        self._other = now
+        if self._shown is not None:
+            changed = now != (self._shown.side, self._shown.cause) and self._other_for >= CHANGED_FOR
+            if not changed and self._steps_since < SHOW_EVERY:
+                return None
+        self._shown, self._steps_since = diagnosis, 0
+        return diagnosis.sentence
+
+
+def combined(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several steps as of one: what `diagnose` needs of them.
+
+    Times and counts add up, shares are weighed by the steps' times, a longest is the longest of all, and what remains
+    is a mean.
+    """
+    measured = [step for step in steps if PREFIX + "generation_idle_fraction" in step]
+    if not measured:
+        return {}
+    times = [step.get("perf/step_time") or 0.0 for step in measured]
+    result = {"perf/step_time": sum(times)}
+    for key in {key for step in measured for key in step if key.startswith(PREFIX)}:
+        values = [step.get(key) or 0.0 for step in measured]
+        name = key.removeprefix(PREFIX)
+        if name.endswith("_fraction"):
+            result[key] = _weighed(values, times)
+        elif name.endswith(("_max", "_max_seconds", "_peak")):
+            result[key] = max(values)
+        elif name.startswith(("groups_", "tokens_")) or name in ("sample_retries", *_SECONDS):
+            result[key] = sum(values)
+        else:
+            result[key] = sum(values) / len(values)
+    return result
+
+
+_SECONDS = ("producer_blocked_seconds", "consumer_wait_seconds", "weight_update_pause_seconds")
+
+
+def _weighed(values: Iterable[float], weights: Sequence[float]) -> float:
+    total = sum(weights)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else 0.0

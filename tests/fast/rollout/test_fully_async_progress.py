@@ -1,0 +1,344 @@
+"""Nothing gets stuck: time-outs, budgets, the end of the data, and places in generation counted in samples."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import miles.rollout.fully_async_rollout as module
+from miles.rollout._fully_async_errors import NoProgress, NothingGetsThrough
+from miles.rollout._fully_async_ledger import LedgerError
+from miles.utils.types import Sample
+from tests.fast.fakes import FakeDataSource, GatedGeneration, answer, finished, group_indexes, prompt_group
+from tests.fast.rollout.fully_async_setup import fed_by_hand, running, train
+from tests.fast.virtual_time import settle, virtual
+
+ABORTED = Sample.Status.ABORTED
+
+
+class Finite(FakeDataSource):
+    """Ends after `groups` groups; recycled ones come again."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        if not self.buffer and self._next_index >= self.groups:
+            return []
+        return super().get_samples(num_samples)
+
+
+# ---- no progress
+
+
+@virtual
+async def test_no_progress_stops_the_call_and_lists_the_stuck_groups(monkeypatch):
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate, rollout_batch_size=2, no_progress_timeout=100) as fn:
+        call = asyncio.create_task(fn(train()))
+        await asyncio.sleep(60)
+        generate.finish(1)
+        await asyncio.sleep(1)
+        fn.data_source.pulled[0][0].engine = "http://engine-3"
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(NoProgress) as raised:
+            await call
+        assert 98 <= asyncio.get_running_loop().time() - began <= 100
+        lines = str(raised.value).splitlines()
+        assert lines[0] == "no finished group for 100 s, the limit of --no-progress-timeout; in flight:"
+        assert lines[1].startswith("  group 0 (samples 0..1): 160 s old, in generation, samples 2 pending")
+        assert lines[1].endswith("2 of 2 places held, engine http://engine-3")
+        assert lines[2].startswith("  group 2 (samples 4..5): 100 s old")
+        assert fn.queue_size == 1
+
+
+@virtual
+async def test_no_progress_is_not_counted_while_submission_is_paused(monkeypatch):
+    async with running(monkeypatch, rollout_batch_size=2, no_progress_timeout=100) as fn:
+        async with fn.submission_paused():
+            call = asyncio.create_task(fn(train()))
+            await asyncio.sleep(1000)
+            assert not call.done()
+        assert len((await call).samples) == 2
+
+
+@virtual
+async def test_groups_that_come_in_slowly_are_progress(monkeypatch):
+    async def slow(state: Any, group: list[Sample], **keywords: Any) -> list[Sample]:
+        await asyncio.sleep(90)
+        return answer(group)
+
+    async with running(
+        monkeypatch, slow, rollout_batch_size=4, async_max_concurrent_samples=2, no_progress_timeout=100
+    ) as fn:
+        assert len((await fn(train())).samples) == 4
+
+
+# ---- nothing gets through
+
+
+@virtual
+async def test_a_budget_for_zero_output_stops_the_run_with_the_reasons(monkeypatch):
+    async def generate(state: Any, group: list[Sample], **keywords: Any) -> list[Sample]:
+        return answer(group, status=ABORTED if group[0].group_index % 3 == 0 else Sample.Status.COMPLETED)
+
+    def drop(args: Any, group: list[Sample]) -> module.Any:
+        return False
+
+    async with running(
+        monkeypatch, generate, rollout_batch_size=4, max_empty_batches=3, async_max_group_retries=0
+    ) as fn:
+        fn._dynamic_filter = drop
+        with pytest.raises(NothingGetsThrough) as raised:
+            await fn(train())
+        assert str(raised.value) == (
+            "12 finished groups in a row were turned down and none was kept, the limit of --max-empty-batches 3: "
+            "8 filtered, 4 aborted"
+        )
+
+
+@virtual
+async def test_one_kept_group_renews_the_budget(monkeypatch):
+    count = 0
+
+    def keep_every_seventh(args: Any, group: list[Sample]) -> bool:
+        nonlocal count
+        count += 1
+        return count % 7 == 0
+
+    async with running(monkeypatch, rollout_batch_size=4, max_empty_batches=2) as fn:
+        fn._dynamic_filter = keep_every_seventh
+        assert len((await fn(train())).samples) == 4
+
+
+# ---- the end of the data
+
+
+@virtual
+async def test_what_is_left_at_the_end_of_the_data_is_the_last_batch(monkeypatch):
+    async with running(monkeypatch, data_source=Finite(7), rollout_batch_size=3) as fn:
+        sizes = [len((await fn(train(step))).samples) for step in range(3)]
+        assert sizes == [3, 3, 1]
+        for _ in range(2):
+            with pytest.raises(module.EndOfData, match=r"Finite.get_samples\(1\) returned 0 groups"):
+                await fn(train(3))
+        assert fn.ledger.trained == 7
+        assert fn.ledger.pulled == 7
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+@virtual
+async def test_end_of_data_at_a_batch_boundary(monkeypatch, batches):
+    async with running(monkeypatch, data_source=Finite(3 * batches), rollout_batch_size=3) as fn:
+        for step in range(batches):
+            assert len((await fn(train(step))).samples) == 3
+        with pytest.raises(module.EndOfData):
+            await fn(train())
+
+
+@virtual
+async def test_the_data_has_not_ended_while_groups_are_in_flight_or_recycled(monkeypatch):
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate, Finite(2), rollout_batch_size=2) as fn:
+        call = asyncio.create_task(fn(train()))
+        await asyncio.sleep(10)
+        generate.finish(0)
+        await asyncio.sleep(10)
+        generate.finish(1, make=lambda group: answer(group, status=ABORTED))
+        await asyncio.sleep(10)
+        assert not call.done()
+        assert generate.running == [1]
+        generate.finish(1)
+        assert group_indexes((await call).samples) == [0, 1]
+
+
+@virtual
+async def test_a_last_group_that_is_dropped_ends_the_data_for_a_call_that_waits(monkeypatch):
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate, Finite(2), rollout_batch_size=2) as fn:
+        fn._dynamic_filter = lambda args, group: group[0].group_index == 0
+        call = asyncio.create_task(fn(train()))
+        await settle()
+        generate.finish(0)
+        await settle()
+        generate.finish(1)
+        assert group_indexes((await call).samples) == [0]
+
+
+@virtual
+async def test_a_given_back_last_batch_comes_again(monkeypatch):
+    async with running(monkeypatch, data_source=Finite(3), rollout_batch_size=2) as fn:
+        await fn(train(0))
+        fn.acknowledge(0)
+        await fn(train(1))
+        fn.give_back(1)
+        assert group_indexes((await fn(train(1))).samples) == [2]
+        fn.acknowledge(1)
+        with pytest.raises(module.EndOfData):
+            await fn(train(2))
+
+
+@virtual
+async def test_a_source_that_has_something_again_is_asked_again(monkeypatch):
+    source = Finite(2)
+    async with running(monkeypatch, data_source=source, rollout_batch_size=2) as fn:
+        await fn(train(0))
+        with pytest.raises(module.EndOfData):
+            await fn(train(1))
+        source.groups = 4
+        assert group_indexes((await fn(train(1))).samples) == [2, 3]
+
+
+@virtual
+async def test_an_epoch_with_fewer_prompts_than_a_batch(monkeypatch):
+    class OnePrompt(FakeDataSource):
+        """Numbers each pull of its one prompt anew, as the built-in data source does epoch after epoch."""
+
+    async with running(monkeypatch, data_source=OnePrompt(), rollout_batch_size=8) as fn:
+        assert len((await fn(train())).samples) == 8
+
+
+# ---- places in generation, counted in samples
+
+
+class Tails:
+    """Samples of a group finish one per second, in the order of their places; the last one waits for the test."""
+
+    def __init__(self, tail: float) -> None:
+        self.tail = tail
+        self.holding = 0
+        self.peak = 0
+        self.callbacks: list[Any] = []
+
+    async def __call__(self, state: Any, group: list[Sample], sample_done_callback: Any = None, **kw: Any) -> Any:
+        self.holding += len(group)
+        self.peak = max(self.peak, self.holding)
+        self.callbacks.append(sample_done_callback)
+        for i in range(len(group)):
+            await asyncio.sleep(self.tail if i == len(group) - 1 else 1)
+            self.holding -= 1
+            if sample_done_callback is not None:
+                sample_done_callback()
+        return answer(group)
+
+
+@virtual
+async def test_a_finished_sample_frees_its_place_at_once(monkeypatch):
+    tails = Tails(tail=1000)
+    async with running(
+        monkeypatch,
+        tails,
+        rollout_batch_size=2,
+        n_samples_per_prompt=4,
+        async_max_concurrent_samples=10,
+        rollout_submission_granularity="sample",
+    ) as fn:
+        call = asyncio.create_task(fn(train()))
+        await asyncio.sleep(0.5)
+        assert (fn.ledger.in_flight, fn._slots.used) == (2, 8)
+        await asyncio.sleep(1)  # one of each has finished: 6 are left, and a third group fits exactly
+        assert (fn.ledger.in_flight, fn._slots.used) == (3, 10)
+        await asyncio.sleep(20)  # only tails are left, one of each group
+        assert fn._slots.used <= fn.max_in_flight_samples == 10
+        assert fn.ledger.in_flight == 7 <= fn.config.most_groups_in_flight == 9
+        await call
+        assert tails.peak <= 10
+
+
+@virtual
+async def test_by_group_a_place_is_held_until_the_whole_group_has_finished(monkeypatch):
+    tails = Tails(tail=1000)
+    async with running(
+        monkeypatch, tails, rollout_batch_size=2, n_samples_per_prompt=4, async_max_concurrent_samples=10
+    ) as fn:
+        call = asyncio.create_task(fn(train()))
+        await asyncio.sleep(500)
+        assert (fn.ledger.in_flight, fn._slots.used) == (2, 8)
+        assert tails.callbacks == [None, None]
+        await call
+
+
+@virtual
+async def test_a_place_is_never_freed_twice(monkeypatch):
+    async def generate(state: Any, group: list[Sample], sample_done_callback: Any, **kw: Any) -> Any:
+        for _ in range(5):
+            sample_done_callback()
+        await asyncio.sleep(1)
+        return answer(group)
+
+    async with running(monkeypatch, generate, rollout_batch_size=4, rollout_submission_granularity="sample") as fn:
+        for step in range(3):
+            await fn(train(step))
+            assert 0 <= fn._slots.used <= fn.max_in_flight_samples
+            assert fn.ledger.in_flight <= fn.config.most_groups_in_flight
+
+
+@virtual
+async def test_a_full_queue_pauses_submission_by_sample_too(monkeypatch):
+    async def generate(state: Any, group: list[Sample], sample_done_callback: Any, **kw: Any) -> Any:
+        for _ in group:
+            sample_done_callback()
+        return answer(group)
+
+    async with running(
+        monkeypatch,
+        generate,
+        rollout_batch_size=2,
+        async_data_buffer_capacity_factor=1.5,
+        rollout_submission_granularity="sample",
+    ) as fn:
+        await fn(train())
+        await settle(200)
+        assert fn.queue_size == 3
+        assert fn.ledger.in_flight <= fn.config.most_groups_in_flight
+
+
+# ---- failures keep the books
+
+
+@virtual
+async def test_a_failed_generation_stays_in_the_books_and_frees_its_places(monkeypatch):
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate) as fn:
+        call = asyncio.create_task(fn(train()))
+        await settle()
+        generate.fail(0, KeyError("reward"))
+        with pytest.raises(KeyError):
+            await call
+        fn.ledger.check()
+        assert fn.ledger.counts()["in_flight"] == 2
+        assert fn._slots.used <= 2
+
+
+@virtual
+async def test_a_ledger_error_in_a_task_ends_the_run(monkeypatch):
+    async with running(monkeypatch) as fn:
+        fn.ledger.pulled += 1
+        with pytest.raises(LedgerError, match="do not balance"):
+            await fn(train())
+
+
+@virtual
+async def test_failure_while_submission_is_paused_is_raised_at_once(monkeypatch):
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate) as fn:
+        call = asyncio.create_task(fn(train()))
+        await settle()
+        async with fn.submission_paused():
+            generate.fail(0, ValueError("bad"))
+            with pytest.raises(ValueError, match="bad"):
+                await asyncio.wait_for(call, 1)
+            assert fn._worker.done()
+
+
+@virtual
+async def test_close_at_the_end_of_the_run_with_everything_open(monkeypatch):
+    async with fed_by_hand(monkeypatch, *(finished(i) for i in range(5))) as fn:
+        await fn(train(0))
+        await fn.close()
+        fn.ledger.check()
+        assert fn.acknowledge(0) == 2
+    assert prompt_group(0)

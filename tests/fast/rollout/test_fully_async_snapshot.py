@@ -1,0 +1,215 @@
+"""Saving and going on: what is pulled and not trained is neither lost nor trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from miles.rollout._fully_async_prompts import retries_of
+from miles.utils.types import Sample
+from tests.fast.fakes import FakeDataSource, GatedGeneration, answer, finished, group_indexes, prompt_group
+from tests.fast.rollout.fully_async_setup import build, fed_by_hand, running, train
+from tests.fast.virtual_time import settle, virtual
+
+ABORTED = Sample.Status.ABORTED
+PREFIX = "rollout/fully_async/"
+
+
+class SavedSource(FakeDataSource):
+    """With a state, as the built-in data source has it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next_index, "buffer": group_indexes(self.buffer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next_index = state["next"]
+        self.buffer = [prompt_group(index) for index in state["buffer"]]
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(state))
+
+
+@virtual
+async def test_everything_pulled_and_not_trained_is_in_the_snapshot_once(monkeypatch):
+    generate = GatedGeneration()
+    async with running(
+        monkeypatch, generate, SavedSource(), rollout_batch_size=2, async_max_concurrent_samples=8
+    ) as fn:
+        call = asyncio.create_task(fn(train(0)))
+        await settle()
+        generate.finish(0, 1)
+        await call
+        fn.acknowledge(0)  # 0 and 1 are trained
+        call = asyncio.create_task(fn(train(1)))
+        await settle()
+        generate.finish(2, 3)
+        await call  # 2 and 3 are with the trainer
+        call = asyncio.create_task(fn(train(2)))
+        await settle()
+        generate.finish(4, make=lambda group: answer(group, status=ABORTED))  # recycled, and issued again
+        generate.finish(5)  # drained by the call that waits
+        await settle(40)
+        before = fn.ledger.counts()
+        state = through_json(fn.snapshot())
+        assert fn.ledger.counts() == before
+        call.cancel()
+        await asyncio.wait({call})
+
+    assert [group["group"][0]["group_index"] for group in state["finished"]] == [2, 3, 5]
+    in_flight = [group[0]["group_index"] for group in state["prompts"]]
+    assert sorted(in_flight + state["data_source"]["buffer"]) == [4, 6, 7, 8, 9]
+    assert state["ledger"]["pulled"] == state["data_source"]["next"] + (4 in in_flight)
+    assert all("response" not in sample or sample["response"] == "" for g in state["prompts"] for sample in g)
+
+
+@virtual
+async def test_a_restored_run_uses_finished_groups_and_issues_the_others_first(monkeypatch):
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate, SavedSource(), rollout_batch_size=2) as fn:
+        fn.on_weight_version(7)
+        call = asyncio.create_task(fn(train(0)))
+        await settle()
+        generate.finish(0, 1, make=lambda group: answer(group, versions=("7",)))
+        await call
+        await settle()
+        state = through_json(fn.snapshot())
+
+    generate, source = GatedGeneration(), SavedSource()
+    async with running(monkeypatch, generate, source, rollout_batch_size=2) as fn:
+        fn.restore(state)
+        assert fn.ledger.counts() == {
+            "pulled": 4, "in_flight": 0, "queued": 2, "drained": 0, "trained": 0, "recycled": 2, "dropped": 0
+        }  # fmt: skip
+        fn.on_weight_version(7)
+        output = await fn(train(1))
+        assert group_indexes(output.samples) == [0, 1]
+        assert output.samples[0][0].response == "yes"
+        assert output.metrics[PREFIX + "trained_max_staleness"] == 0
+        fn.acknowledge(1)
+        call = asyncio.create_task(fn(train(2)))
+        await settle()
+        assert generate.started == [2, 3]
+        assert source.pulled == []
+        generate.finish(2, 3)
+        await call
+        assert fn.acknowledge(2) == 2
+        await settle()
+        assert generate.started == [2, 3, 4, 5]
+        assert group_indexes(source.pulled) == [4, 5]
+        assert fn.ledger.pulled == 8
+
+
+@virtual
+async def test_restored_groups_that_are_too_old_are_generated_again(monkeypatch):
+    async with fed_by_hand(
+        monkeypatch, finished(0, versions=("3",)), finished(1, versions=("5",)), data_source=SavedSource()
+    ) as fn:
+        fn.on_weight_version(5)
+        await fn(train())
+        state = through_json(fn.snapshot())
+
+    source = SavedSource()
+    async with running(monkeypatch, data_source=source, rollout_batch_size=1, max_weight_staleness=1) as fn:
+        fn.restore(state)
+        fn.on_weight_version(6)
+        output = await fn(train())
+        assert group_indexes(output.samples) == [1]
+        assert group_indexes(source.added) == [0]
+        assert source.added[0][0].response == ""
+
+
+@virtual
+async def test_versions_go_on_from_where_they_were(monkeypatch):
+    async with fed_by_hand(monkeypatch, finished(0, versions=("default",)), rollout_batch_size=1) as fn:
+        for label in ("default", "a", "b"):
+            fn.on_weight_version(label)
+        await fn(train())
+        state = through_json(fn.snapshot())
+    async with running(monkeypatch, rollout_batch_size=1, max_weight_staleness=2) as fn:
+        fn.restore(state)
+        fn.on_weight_version("b")
+        assert (await fn(train())).metrics[PREFIX + "trained_max_staleness"] == 2
+
+
+@virtual
+async def test_retries_are_saved(monkeypatch):
+    source = SavedSource()
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate, source, rollout_batch_size=1) as fn:
+        call = asyncio.create_task(fn(train()))
+        for _ in range(3):
+            await settle()
+            for index in list(generate.running):
+                generate.finish(index, make=lambda group: answer(group, status=ABORTED))
+        await settle()
+        again = [key.prompt_group for key in fn.ledger.open.values()]
+        state = through_json(fn.snapshot())
+        call.cancel()
+        await asyncio.wait({call})
+    fn = build(monkeypatch, data_source=SavedSource())
+    fn.restore(state)
+    assert [retries_of(group) for group in fn._prompts.waiting] == [retries_of(group) for group in again] != [0]
+
+
+@virtual
+async def test_nested_groups_survive(monkeypatch):
+    flat = prompt_group(0)
+    pair = (flat, [[answer([Sample(index=0)])[0], answer([Sample(index=0)])[0]], answer([flat[1]])[0]])
+    async with fed_by_hand(monkeypatch, pair, rollout_batch_size=1) as fn:
+        await fn(train())
+        state = through_json(fn.snapshot())
+    async with running(monkeypatch, rollout_batch_size=1) as fn:
+        fn.restore(state)
+        [group] = (await fn(train())).samples
+        assert [len(group[0]), group[1].index] == [2, 1]
+
+
+@virtual
+async def test_a_source_without_a_state_has_none_in_the_snapshot(monkeypatch):
+    async with running(monkeypatch) as fn:
+        await fn(train())
+        assert fn.snapshot()["data_source"] is None
+        state = fn.snapshot()
+    fn = build(monkeypatch)
+    fn.restore(state)
+    again = build(monkeypatch)
+    again.restore(fn.snapshot())
+    assert len(again._prompts.waiting) == len(state["prompts"])
+    assert again.ledger.counts() == fn.ledger.counts()
+
+
+@virtual
+async def test_restore_is_refused_after_the_first_call_and_for_what_it_does_not_understand(monkeypatch):
+    async with running(monkeypatch) as fn:
+        state = fn.snapshot()
+        with pytest.raises(ValueError, match="format 'x', expected 1"):
+            fn.restore({**state, "format": "x"})
+        await fn(train())
+        with pytest.raises(RuntimeError, match="before the first call"):
+            fn.restore(state)
+
+
+@virtual
+async def test_finished_samples_may_wait_for_a_retried_one_as_long_as_they_are_fresh(monkeypatch):
+    from miles.rollout import fully_async_rollout as module
+    from tests.fast.fakes import FakeGenerateState
+
+    class State(FakeGenerateState):
+        def still_usable(self, samples: Any) -> bool:
+            raise AssertionError("the rollout function has its own")
+
+    fn = build(monkeypatch, max_weight_staleness=1)
+    monkeypatch.setattr(module, "GenerateState", State)
+    from miles.rollout.base_types import RolloutFnConstructorInput
+
+    fn = module.FullyAsyncRolloutFn(RolloutFnConstructorInput(fn.args, fn.data_source))
+    samples = answer(prompt_group(0), versions=("4",))
+    assert fn.state.still_usable(samples)
+    fn.on_weight_version(5)
+    assert fn.state.still_usable(samples)
+    fn.on_weight_version(6)
+    assert not fn.state.still_usable(samples)

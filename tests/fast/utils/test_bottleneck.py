@@ -1,0 +1,124 @@
+"""Which side is the bottleneck, and what to change: a table of steps and what is said about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from miles.utils.bottleneck import CHANGED_FOR, PREFIX, SHOW_EVERY, BottleneckWatch, combined, diagnose
+
+
+def step(**metrics: float) -> dict[str, float]:
+    """A step of 10 s in which 100 groups were pulled and nobody waited, but for `metrics`."""
+    values: dict[str, Any] = {
+        "generation_idle_fraction": 0.0,
+        "train_idle_fraction": 0.0,
+        "producer_blocked_seconds": 0.0,
+        "consumer_wait_seconds": 10 * metrics.get("train_idle_fraction", 0.0),
+        "in_flight_samples": 64,
+        "in_flight_bound": 64,
+        "groups_pulled": 100,
+        **metrics,
+    }
+    return {"perf/step_time": 10.0, **{PREFIX + name: value for name, value in values.items()}}
+
+
+SLOW_GENERATION = {"train_idle_fraction": 0.4}
+SLOW_TRAINING = {"generation_idle_fraction": 0.3, "producer_blocked_seconds": 4.0}
+IN_QUEUE = {"trained_staleness_in_queue_mean": 1.5, "trained_staleness_in_flight_mean": 0.2}
+
+TABLE = [
+    # side, cause, metrics, words of the sentence
+    ("generation", "engines", SLOW_GENERATION, ["idle for 40%", "--async-max-concurrent-samples", "add engines"]),
+    ("generation", "not full", {**SLOW_GENERATION, "in_flight_samples": 8}, ["less than half", "held back"]),
+    ("generation", "standstill", {**SLOW_GENERATION, "event_loop_lag_max_seconds": 2.5}, ["2.5 s", "blocked"]),
+    ("generation", "aborted", {**SLOW_GENERATION, "groups_recycled_aborted": 20}, ["20%", "aborted"]),
+    ("generation", "filtered", {**SLOW_GENERATION, "groups_dropped_filtered": 60}, ["60%", "filter"]),
+    ("generation", "engines", {**SLOW_GENERATION, "groups_dropped_filtered": 40}, ["add engines"]),
+    ("generation", "pause", {**SLOW_GENERATION, "weight_update_pause_seconds": 2.0}, ["--update-weights-interval"]),
+    (
+        "generation",
+        "stale",
+        {**SLOW_GENERATION, **IN_QUEUE, "groups_recycled_stale": 10, "groups_dropped_stale": 5},
+        ["15%", "too old", "lower --async-data-buffer-capacity-factor"],
+    ),
+    ("training", "queue full", SLOW_TRAINING, ["stood still for 40%", "add trainers"]),
+    ("training", "held back", {"generation_idle_fraction": 0.3}, ["stood still for 30%", "--max-weight-staleness"]),
+    (
+        "training",
+        "stale",
+        {**SLOW_TRAINING, "groups_recycled_stale": 30},
+        ["30%", "lower --async-max-concurrent-samples"],
+    ),
+    ("both", "bursts", {**SLOW_GENERATION, **SLOW_TRAINING}, ["bursts", "raise --async-data-buffer-capacity-factor"]),
+    (
+        "both",
+        "alternating",
+        {**SLOW_GENERATION, "generation_idle_fraction": 0.5},
+        ["trainer for 40%", "generation for 50%", "raise --max-weight-staleness"],
+    ),
+    ("weight updates", "pause", {"weight_update_pause_seconds": 3.0}, ["30%", "--pause-generation-mode in_place"]),
+    ("neither", "stale", {**IN_QUEUE, "groups_recycled_stale": 12}, ["12%", "too old"]),
+    ("neither", "evaluation", {**SLOW_GENERATION, "consumer_wait_seconds": 0.1}, ["evaluate less often"]),
+    ("neither", "balanced", {"train_idle_fraction": 0.05}, ["idle for 5%", "nothing to change"]),
+]
+
+
+@pytest.mark.parametrize(("side", "cause", "metrics", "words"), TABLE, ids=[f"{s}: {c}" for s, c, *_ in TABLE])
+def test_the_table(side: str, cause: str, metrics: dict[str, float], words: list[str]) -> None:
+    diagnosis = diagnose(step(**metrics))
+    assert diagnosis is not None
+    assert (diagnosis.side, diagnosis.cause) == (side, cause)
+    assert all(word in diagnosis.sentence for word in words), diagnosis.sentence
+    assert diagnosis.sentence.endswith(".") and diagnosis.sentence.count(". ") == 0, "one sentence"
+    assert len(diagnosis.sentence) < 260
+
+
+def test_a_step_that_is_not_fully_asynchronous_has_no_sentence() -> None:
+    assert diagnose({"perf/step_time": 1.0, "perf/wait_time_ratio": 0.9}) is None
+    assert BottleneckWatch().step(0, {"perf/step_time": 1.0}) is None
+    assert combined([{"perf/step_time": 1.0}]) == {}
+
+
+def test_missing_metrics_and_an_empty_step_say_nothing_wrong() -> None:
+    diagnosis = diagnose({PREFIX + "generation_idle_fraction": 0.0})
+    assert diagnosis is not None and diagnosis.cause == "balanced"
+
+
+def test_shown_at_once_then_every_few_steps() -> None:
+    watch = BottleneckWatch()
+    shown = [watch.step(i, step(**SLOW_GENERATION)) is not None for i in range(2 * SHOW_EVERY + 1)]
+    assert [i for i, said in enumerate(shown) if said] == [0, SHOW_EVERY, 2 * SHOW_EVERY]
+
+
+def test_a_change_is_shown_when_it_has_lasted_and_a_flicker_is_not() -> None:
+    watch = BottleneckWatch()
+    watch.step(0, step(**SLOW_GENERATION))
+    assert watch.step(1, step(**SLOW_TRAINING)) is None
+    assert watch.step(2, step(**SLOW_GENERATION)) is None
+    said = [watch.step(3 + i, step(**SLOW_TRAINING)) for i in range(CHANGED_FOR)]
+    assert said[:-1] == [None] * (CHANGED_FOR - 1)
+    assert "Training is the bottleneck" in (said[-1] or "")
+
+
+def test_every_steps_sentence_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    watch = BottleneckWatch()
+    for i in range(3):
+        watch.step(i, step(**SLOW_GENERATION))
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 1", "step 2", "step 3"]
+
+
+def test_steps_combine_by_the_nature_of_each_metric() -> None:
+    """30 s with 10 % and 10 s with 50 % idle: (30 * 0.1 + 10 * 0.5) / 40 = 20 %."""
+    slow = step(generation_idle_fraction=0.1, producer_blocked_seconds=1.0, event_loop_lag_max_seconds=0.5)
+    fast = step(generation_idle_fraction=0.5, producer_blocked_seconds=2.0, in_flight_samples=32, queue_peak=7)
+    total = combined([{**slow, "perf/step_time": 30.0}, fast, {"perf/step_time": 99.0}])
+    assert total["perf/step_time"] == 40
+    assert total[PREFIX + "generation_idle_fraction"] == pytest.approx(0.2)
+    assert total[PREFIX + "producer_blocked_seconds"] == 3
+    assert total[PREFIX + "groups_pulled"] == 200
+    assert total[PREFIX + "in_flight_samples"] == 48
+    assert total[PREFIX + "event_loop_lag_max_seconds"] == 0.5
+    assert total[PREFIX + "queue_peak"] == 7
