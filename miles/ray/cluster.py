@@ -35,8 +35,9 @@ class RayCluster:
     """Connects to Ray for the length of a run.
 
     Where the environment names a cluster (`RAY_ADDRESS`, as `ray job submit` sets it) that one is joined; otherwise a
-    private one is started on loopback, in a directory of its own, with enough *logical* CPUs for every actor: actors
-    share cores, so a run starts on a single one.
+    private one is started, in a directory of its own, with enough *logical* CPUs for every actor: actors share cores,
+    so a run starts on a single one. Its processes address each other on loopback, but Ray's control ports listen on
+    every interface; what keeps strangers out is the run's token.
     """
 
     def __init__(self, args: Namespace) -> None:

@@ -191,9 +191,9 @@ class Run:
             logger.warning("actors did not end within %.0f s and are killed", _DISPOSE_SECS)
         self._cluster.disconnect()
         self._timeline.close()
+        self._trace.close()
         if hasattr(self, "_tracker"):
             self._tracker.close()
-        self._trace.close()
 
     async def _save_after_stop(self) -> None:
         """Finish the training step that is under way and save, within a few seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -290,6 +291,16 @@ def validate(args: Namespace) -> None:
             f"--rollout-max-prompt-len ({args.rollout_max_prompt_len}) must be less than --rollout-max-context-len "
             f"({args.rollout_max_context_len}), so that there is room for a response",
         )
+        require(
+            args.rollout_max_response_len is None or args.rollout_max_response_len <= args.rollout_max_context_len,
+            f"--rollout-max-response-len ({args.rollout_max_response_len}) must not be greater than "
+            f"--rollout-max-context-len ({args.rollout_max_context_len}), which prompt and response share",
+        )
+    require(
+        math.isfinite((args.async_data_buffer_capacity_factor or 0) * args.rollout_batch_size),
+        f"--async-data-buffer-capacity-factor {args.async_data_buffer_capacity_factor} x --rollout-batch-size "
+        f"{args.rollout_batch_size} is too large",
+    )
     require(
         args.over_sampling_batch_size >= args.rollout_batch_size,
         f"--over-sampling-batch-size ({args.over_sampling_batch_size}) must be at least --rollout-batch-size "

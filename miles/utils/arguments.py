@@ -8,7 +8,7 @@ Flags are declared beside their owners, in the modules of `FLAG_MODULES`. Each h
 * `warnings(args, given)`: legal values without effect; `NO_EFFECT`: dest -> why a flag never has one here;
 * `PLUGIN_PATHS`: dests that hold dotted paths, each imported before the run starts.
 
-    argv -> plug-ins' add_arguments -> parse -> custom YAML -> conflicts -> refused -> resolve -> validate -> args
+    argv -> plug-ins' add_arguments -> parse -> YAML -> finite -> conflicts -> refused -> resolve -> validate -> args
 
 Nothing heavy is imported: torch, Ray and SGLang start only after the command line is known to be good.
 """
@@ -33,6 +33,7 @@ from miles.utils.flag_rules import (
     class_based_rollout_enabled,
     flag_name,
     require_file,
+    require_finite,
 )
 from miles.utils.misc import load_function
 from miles.utils.mistakes import Mistakes
@@ -213,6 +214,7 @@ def _parse(
         raise ValueError("\n".join([*unreadable, *refused_flags.refusals(args, parser.plugin_flags)]))
     if args.custom_config_path:
         given |= apply_config_file(args, args.custom_config_path, parser)
+    require_finite(args, *parser.float_dests())
     _validate(args, given, parser, driver_rules)
     if preflight is not None:
         preflight(args)

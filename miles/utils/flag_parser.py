@@ -36,6 +36,14 @@ class FlagParser(argparse.ArgumentParser):
         """Every declared flag, in order."""
         return [action for action in self._actions if action.dest not in ("help",)]
 
+    def float_dests(self) -> list[str]:
+        """The dests of all flags that take floats, but for those of plug-ins."""
+        return [
+            action.dest
+            for action in self.actions()
+            if action.type is float and self.plugin_flags.isdisjoint(action.option_strings)
+        ]
+
     def action_for(self, dest: str) -> argparse.Action | None:
         """The flag with this dest."""
         return next((action for action in self.actions() if action.dest == dest), None)

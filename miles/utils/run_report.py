@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from miles.utils import intervals
 from miles.utils.bottleneck import combined, diagnose
 from miles.utils.console import duration, eval_scores, print_error, print_summary
+from miles.utils.file_errors import named_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -52,11 +53,15 @@ def write_report(run_dir: str | Path) -> dict[str, Any]:
     rows = read_metrics(run_dir)
     lanes = read_timeline(run_dir)
     summary = summarize(rows, lanes) | {"run_dir": str(run_dir)}
-    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    with named_errors(run_dir / SUMMARY_FILE):
+        (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
+    # Without a home directory it says twice where its cache is instead, which is no news of the run.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from miles.utils.run_picture import draw_report  # here, since matplotlib takes a second to import
 
-    draw_report(rows, lanes, run_dir / PICTURE_FILE, title=str(run_dir))
+    with named_errors(run_dir / PICTURE_FILE):
+        draw_report(rows, lanes, run_dir / PICTURE_FILE, title=str(run_dir))
     return summary
 
 

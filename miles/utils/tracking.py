@@ -22,6 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from miles.utils.file_errors import named_errors
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -104,6 +106,7 @@ class JsonLinesSink:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
@@ -111,10 +114,12 @@ class JsonLinesSink:
         row: dict[str, float | str | None] = {"step": step, "event": "eval" if only_eval else "step"}
         row["time"] = time.time()
         row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        with named_errors(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with named_errors(self._path):
+            self._file.close()
 
 
 def _of_a_step(key: str) -> bool:
@@ -231,7 +236,8 @@ def write_run_config(args: Namespace, run_dir: str | Path) -> Path:
         "versions": {name: version for name in RECORDED_PACKAGES if (version := package_version(name))},
         "git_commit": git_commit(Path(__file__).parent),
     }
-    path.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    with named_errors(path):
+        path.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return path
 
 

@@ -1,8 +1,8 @@
 """From logits to one token and its log-prob for each running request, vectorised over the batch.
 
 Order: penalties, temperature; log-probs are of the distribution at this point (the whole one, which a full forward
-gives too where there are no penalties); then min_new_tokens takes out the end tokens, top_k, top_p and min_p cut what is
-left, and a token is drawn by inverting the cumulative distribution at one uniform number.
+gives too where there are no penalties); then min_new_tokens takes out the end tokens, top_k, top_p and min_p cut what
+is left, and a token is drawn by inverting the cumulative distribution at one uniform number.
 
 That number is a hash of the request's seed and the token's position, so a request draws the same numbers whatever
 runs beside it, and again after it was retracted.

@@ -50,6 +50,16 @@ class TestCheckpoint:
         (command_line.checkpoint / "tokenizer.json").unlink()
         assert "has no tokenizer (none of tokenizer.json" in refused(command_line)
 
+    def test_needs_weights(self, command_line: CommandLine):
+        (command_line.checkpoint / "model.safetensors").unlink()
+        message = refused(command_line, "--check-config")
+        assert message.startswith("--hf-checkpoint: ")
+        assert "has no model.safetensors and no model.safetensors.index.json" in message
+
+    def test_needs_whole_weights(self, command_line: CommandLine):
+        (command_line.checkpoint / "model.safetensors").write_bytes(b"")
+        assert "is not a safetensors file, or was cut off (0 bytes)" in refused(command_line)
+
     def test_must_be_a_model_that_can_be_built(self, command_line: CommandLine):
         (command_line.checkpoint / "config.json").write_text(json.dumps({**HF_CONFIG, "model_type": "qwen3_moe"}))
         assert "'qwen3_moe' is not supported; supported: qwen3" in refused(command_line)
@@ -299,6 +309,7 @@ class TestConfigFile:
             ("rollout_batch_size: true", "must be an integer, got True"),
             ("rollout_batch_size:", "must be an integer, got None"),
             ("lr: fast", "lr (--lr) must be a number, got 'fast'"),
+            ("lr: .inf", "--lr must be a finite number, got inf"),
             ("use_tis: 1", "use_tis (--use-tis) must be true or false, got 1"),
             ("rollout_stop: end", "rollout_stop (--rollout-stop) must be a list, got 'end'"),
             ("rollout_stop: [1]", "must be text, got 1"),

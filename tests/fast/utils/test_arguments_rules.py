@@ -10,6 +10,7 @@ import pytest
 from miles.utils.arguments import parse_or_exit
 
 if TYPE_CHECKING:
+    from miles.utils.flag_parser import FlagParser
     from tests.fast.utils.command_lines import CommandLine
 
 # The base command line: 4 prompts x 4 samples on 2 data-parallel ranks.
@@ -61,6 +62,19 @@ def test_batch_and_steps_follow_from_each_other(flags: list[str], batch: int, st
         (
             ["--fully-async", "--async-data-buffer-capacity-factor", "0"],
             "--async-data-buffer-capacity-factor must be greater than 0, got 0.0",
+        ),
+        (
+            ["--fully-async", "--async-data-buffer-capacity-factor", "1e308"],
+            "--async-data-buffer-capacity-factor 1e+308 x --rollout-batch-size 4 is too large",
+        ),
+        (
+            ["--rollout-max-context-len", "5", "--rollout-max-response-len", "12"],
+            "--rollout-max-response-len (12) must not be greater than --rollout-max-context-len (5)",
+        ),
+        (["--eval-max-context-len", "0"], "--eval-max-context-len must be greater than 0, got 0"),
+        (
+            ["--eval-max-context-len", "5", "--eval-max-prompt-len", "5"],
+            "--eval-max-prompt-len (5) must be less than --eval-max-context-len (5)",
         ),
         (
             ["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"],
@@ -388,3 +402,22 @@ def test_the_missing_environment_variable_is_told_from_one_that_is_off(
         monkeypatch.setenv("MILES_EXPERIMENTAL_ROLLOUT_REFACTOR", value)
     (line,) = lines_of(command_line, "--fully-async")
     assert f"MILES_EXPERIMENTAL_ROLLOUT_REFACTOR {shown}. Instead:" in line
+
+
+@pytest.mark.parametrize("flags", [["--eval-max-context-len", "5"], ["--rollout-max-context-len", "16"]])
+def test_an_evaluation_answer_fits_into_its_context(flags: list[str], command_line: CommandLine):
+    evaluate = [*flags, "--eval-prompt-data", "a", str(command_line.prompts)]
+    assert command_line.parse(*evaluate).eval_datasets[0].max_response_len == 16, "training's limit is cut, not refused"
+    with pytest.raises(ValueError, match=rf"data set a: max_response_len \(17\) must not be greater than {flags[0]}"):
+        command_line.parse(*evaluate, "--eval-max-response-len", "17")
+
+
+def test_every_float_flag_must_be_finite(command_line: CommandLine, parser: FlagParser):
+    dests = parser.float_dests()
+    assert {"lr", "async_data_buffer_capacity_factor", "eval_temperature", "http_timeout_secs"} <= set(dests)
+    for dest in dests:
+        flag = next(a.option_strings[0] for a in parser.actions() if a.dest == dest)
+        for value in ("inf", "-inf", "nan"):
+            with pytest.raises(ValueError) as error:
+                command_line.parse(f"{flag}={value}")
+            assert str(error.value) == f"--{dest.replace('_', '-')} must be a finite number, got {value}"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -137,6 +140,15 @@ def test_report_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (run_dir / "summary.json").unlink()
     assert main([str(run_dir)]) == 0
     assert text in capsys.readouterr().out and (run_dir / "summary.json").exists()
+
+
+def test_without_a_home_directory_the_report_says_nothing_more(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps=3)
+    environment = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
+    environment |= {"HOME": "/dev/null/home", "XDG_CACHE_HOME": "/dev/null/cache", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "miles.utils.run_report", str(run_dir)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_run_of_one_step_without_a_timeline_has_a_report(tmp_path: Path) -> None:

@@ -8,16 +8,14 @@ import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from miles.utils.tracking import Tracker, git_commit, resolved_config, tensorboard_dir, write_run_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from miles.utils.tracking import JsonLinesSink, Tracker, git_commit, resolved_config, tensorboard_dir, write_run_config
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -204,3 +202,10 @@ def test_the_commit_is_none_outside_a_repository_and_marked_when_dirty(tmp_path:
     assert clean is not None and len(clean) == 40
     (tmp_path / "file").write_text("2")
     assert git_commit(tmp_path) == f"{clean}-dirty"
+
+
+def test_a_full_disk_names_the_file() -> None:
+    sink = JsonLinesSink(Path("/dev/full"))
+    for write in (lambda: sink.log({"a": 1.0}, step=0), sink.close):
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            write()
