@@ -342,7 +342,9 @@ class FullyAsyncRolloutFn(PausableSubmission):
         take_stock(key, group)
         key.finished_version = self._trainer.versions.current
         self._slots.finish(key, self.ledger.finish(key))
-        await self._finished.put(key)
+        item = DataBufferInput(prompt_group, group, key)
+        if not self._finished.put_at_once(item):
+            await self._finished.put(item)
         self._leave(key)
 
     def _leave(self, key: GroupKey) -> None:
