@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class SampleSlots:
     """`total` places. A group takes `per_group` of them and frees each once: one by one, or the rest together.
 
-    `on_room` is called when a sample has freed its place and one more group fits. `generation` learns when a group is being
-    generated: until its last sample has freed its place, or, where none does so by itself, until the group is finished.
+    `on_room` is called when a sample has freed its place and one more group fits. `generation` learns when a group is
+    being generated: until its last sample has freed its place, or, where none does so by itself, until the group is
+    finished.
     """
 
     def __init__(
