@@ -129,6 +129,8 @@ class SampleRun:
     async def _attempt(self) -> Generated | BaseException:
         """One answer, or the transport failure or deadline that stood in its way: the one place that makes it data."""
         state = self._state
+        if not state.starts.take():
+            await state.starts.wait()
         async with state.generate_fn_semaphore:
             if state.aborted:
                 self._sample.status = Sample.Status.ABORTED
