@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from miles.ray.preflight import preflight
+from miles.ray.stop_signal import exit_code_of
 from miles.utils.arguments import parse_or_exit, validate_for_sync_driver
 
 if TYPE_CHECKING:
@@ -36,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

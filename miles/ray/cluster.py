@@ -7,9 +7,11 @@ import os
 import secrets
 import shutil
 import tempfile
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import ray
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
 from miles.rollout.eval_flags import eval_way
@@ -17,6 +19,7 @@ from miles.utils.arguments import check_runtime_env
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +35,9 @@ class RayCluster:
     """Connects to Ray for the length of a run.
 
     Where the environment names a cluster (`RAY_ADDRESS`, as `ray job submit` sets it) that one is joined; otherwise a
-    private one is started on loopback, in a directory of its own, with enough *logical* CPUs for every actor: actors
-    share cores, so a run starts on a single one.
+    private one is started, in a directory of its own, with enough *logical* CPUs for every actor: actors share cores,
+    so a run starts on a single one. Its processes address each other on loopback, but Ray's control ports listen on
+    every interface; what keeps strangers out is the run's token.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -50,25 +54,38 @@ class RayCluster:
         check_runtime_env(self._args, runtime_env()["env_vars"])
         options = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": runtime_env()}
         if joins_existing:
-            ray.init(**options)
+            with _our_signal_handlers():
+                ray.init(**options)
             return
         # Unix sockets live below this directory and their paths may have 107 characters at most: keep it short.
         self._temp_dir = tempfile.mkdtemp(prefix="miles-ray-")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        ray.init(
-            **options,
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, self._num_actors),
-            include_dashboard=False,
-            _temp_dir=self._temp_dir,
-            _node_ip_address=_RAY_ADDRESS_ON_LOOPBACK,
-        )
+        with _our_signal_handlers():
+            ray.init(
+                **options,
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, self._num_actors),
+                include_dashboard=False,
+                _temp_dir=self._temp_dir,
+                _node_ip_address=_RAY_ADDRESS_ON_LOOPBACK,
+            )
 
     def disconnect(self) -> None:
         """Leave the cluster; a private one ends with all its processes, and its directory goes."""
         ray.shutdown()
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+@contextmanager
+def _our_signal_handlers() -> Iterator[None]:
+    """Keep Ray from taking over SIGTERM in the driver: its handler exits without a word, and without our clean-up."""
+    original = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = original
 
 
 def _send_raylet_messages_to_the_log() -> None:

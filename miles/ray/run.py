@@ -35,7 +35,8 @@ from miles.ray.steps import Steps
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.ray.train_group import TrainGroup
 from miles.utils.checkpoint_set import newest_readable
-from miles.utils.console import StepConsole
+from miles.utils.console import StepConsole, print_note
+from miles.utils.file_errors import named_errors
 from miles.utils.misc import should_run_periodic_action
 from miles.utils.trace import TRACE_FILE, TraceWriter
 from miles.utils.tracking import Tracker, write_run_config
@@ -83,16 +84,16 @@ class Run:
         self._trace = TraceWriter(
             self.run_dir / TRACE_FILE, self.args.trace_max_events, num_engines=num_engines(self.args)
         )
+        self._listen_for_stop()
+        print_note(f"run directory {self.run_dir}; starting Ray, engines and trainers ...")
         try:
+            self._tracker = Tracker(self.args, self.run_dir)
             self._cluster.connect()
-            self._listen_for_stop()
             await self._start_actors()
         except BaseException:
             await self._shut_down()
             raise
-        self._tracker = Tracker(self.args, self.run_dir)
         self._console = StepConsole(self.num_rollout, start=self.start_rollout_id)
-        self._step_start = time.monotonic()
         return self
 
     async def __aexit__(
@@ -109,11 +110,10 @@ class Run:
             if self._evals is not None:
                 await self._evals.abandon()
             self._console.close()
-            self._tracker.close()
             await self._shut_down()
 
     def _listen_for_stop(self) -> None:
-        # After ray.init, which installs a SIGTERM handler of its own. A signal that came earlier is delivered now.
+        # A signal that comes while Ray starts, which blocks the loop, is delivered by the next wait.
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._stop.set)
@@ -150,8 +150,9 @@ class Run:
             return None
         chosen = await self._supervisor.wait(_in_daemon_thread(newest_readable, self.args.load))
         if chosen is None:
+            print_note(f"--load {self.args.load} holds no checkpoint of a run: starting from its beginning")
             return None
-        logger.info("resuming from %s", chosen)
+        print_note(f"resuming from {chosen}")
         return str(chosen)
 
     async def _resume_rollout(self, checkpoint: str | None, resumed_at: int) -> None:
@@ -192,6 +193,8 @@ class Run:
         self._cluster.disconnect()
         self._timeline.close()
         self._trace.close()
+        if hasattr(self, "_tracker"):
+            self._tracker.close()
 
     async def _save_after_stop(self) -> None:
         """Finish the training step that is under way and save, within a few seconds."""
@@ -240,17 +243,21 @@ class Run:
         self._metrics |= metrics
 
     async def eval_before_train(self) -> None:
-        """Evaluate the weights that training starts from, unless it is resumed or the user skips it."""
+        """Evaluate the weights that training starts from, unless it is resumed or the user skips it.
+
+        The first step begins when this returns.
+        """
         if self.args.eval_interval is not None and self.start_rollout_id == 0 and not self.args.skip_eval_before_train:
             if self._evals is not None:  # a checkpoint that was loaded is not the model in --hf-checkpoint
                 hf_dir = None if self.args.load else self.args.hf_checkpoint
                 await self._supervisor.wait(self._evals.dispatch(0, hf_dir=hf_dir))
-                return
-            await self._eval(rollout_id=0)
-            self._metrics["eval/steps_trained"] = 0
-            self._tracker.log(self._metrics, step=0)
-            self._console.eval(self._metrics)
-            self._metrics = {}
+            else:
+                await self._eval(rollout_id=0)
+                self._metrics["eval/steps_trained"] = 0
+                self._tracker.log(self._metrics, step=0)
+                self._console.eval(self._metrics)
+        self._metrics = {}
+        self._step_start = time.monotonic()
 
     async def eval_if_due(self, rollout_id: int) -> None:
         if should_run_periodic_action(rollout_id, self.args.eval_interval, num_rollout=self.num_rollout):
@@ -283,9 +290,8 @@ class Run:
         args = self.args
         sentinel = Path(args.save_trigger_sentinel) if args.save_trigger_sentinel else None
         asked = sentinel is not None and sentinel.exists()
-        if args.save and (
-            asked or should_run_periodic_action(rollout_id, args.save_interval, num_rollout=self.num_rollout)
-        ):
+        is_last = rollout_id == self.num_rollout - 1
+        if args.save and (asked or is_last or should_run_periodic_action(rollout_id, args.save_interval)):
             async with self._span("save", "perf/save_time", rollout_id):
                 await self._supervisor.wait(self._steps.save(rollout_id))
             if asked and sentinel is not None:
@@ -313,11 +319,12 @@ class Run:
         start, clock = time.time(), time.monotonic()
         yield
         elapsed = time.monotonic() - clock
-        self._metrics[metric] = elapsed
+        self._metrics[metric] = self._metrics.get(metric, 0.0) + elapsed  # a step may wait for two batches
         self._record(lane, start, start + elapsed, step)
 
     def _record(self, lane: str, start: float, end: float, step: int | None) -> None:
-        self._timeline.write(json.dumps({"lane": lane, "start": start, "end": end, "step": step}) + "\n")
+        with named_errors(self._timeline.name):
+            self._timeline.write(json.dumps({"lane": lane, "start": start, "end": end, "step": step}) + "\n")
         self._trace.span(lane, start, end, step)
 
     def _log(self, process: str) -> Path:

@@ -20,12 +20,15 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from miles.utils.misc import load_function
+
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable
 
     from miles.rollout._fully_async_groups import Group, PromptGroup
     from miles.rollout._fully_async_ledger import GroupKey
+    from miles.rollout._fully_async_refusals import Refusals
 
 
 @dataclass(frozen=True)
@@ -146,3 +149,16 @@ class DefaultDataBuffer:
         self.size_bytes -= size
         if self.capacity_bytes is not None:
             self._shrunk.set()
+
+
+def build_store(args: Namespace, refusals: Refusals, capacity_groups: int) -> DataBuffer:
+    """The store that the flags name, the built-in one by default."""
+    store: Any = load_function(getattr(args, "custom_async_data_buffer_path", None)) or DefaultDataBuffer
+    constructor_input = DataBufferConstructorInput(
+        args=args,
+        unused_handler_fn=refusals.unused_by_store,
+        drop_fn=refusals.dropped_by_store,
+        capacity_groups=capacity_groups,
+        capacity_bytes=getattr(args, "async_data_buffer_max_bytes", None),
+    )
+    return store(constructor_input)  # type: ignore[no-any-return]

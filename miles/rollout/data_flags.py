@@ -169,7 +169,9 @@ def validate(args: Namespace) -> None:
 
 def _validate_eval(args: Namespace) -> None:
     require_positive(args, "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len", "eval_max_prompt_len")
+    require_positive(args, "eval_max_context_len")
     require_not_negative(args, "eval_temperature", "eval_min_new_tokens")
+    _check_eval_lengths(args)
     for dataset in args.eval_datasets:
         check_data_file(f"evaluation data set {dataset.name}", dataset.path)
         if dataset.rm_type is not None:
@@ -187,6 +189,29 @@ def _validate_eval(args: Namespace) -> None:
         "--group-rm does not go together with --eval-interval: evaluation scores one answer at a time. "
         "Instead: drop --group-rm, or evaluate in a run of its own",
     )
+
+
+def _check_eval_lengths(args: Namespace) -> None:
+    """Prompts and answers fit into evaluation's context where a flag sets one.
+
+    An answer's limit that is training's may be longer: it was not set for evaluation, and answers are cut anyway.
+    """
+    flag = "--rollout-max-context-len" if args.eval_max_context_len is None else "--eval-max-context-len"
+    context = args.eval_max_context_len or args.rollout_max_context_len
+    if context is None:
+        return
+    require(
+        args.eval_max_prompt_len is None or args.eval_max_prompt_len < context,
+        f"--eval-max-prompt-len ({args.eval_max_prompt_len}) must be less than {flag} ({context}), so that there is "
+        "room for a response",
+    )
+    for dataset in args.eval_datasets:
+        length = dataset.max_response_len
+        require(
+            length is None or length <= context or length == args.rollout_max_response_len,
+            f"evaluation data set {dataset.name}: max_response_len ({length}) must not be greater than {flag} "
+            f"({context}), which prompt and response share",
+        )
 
 
 def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:

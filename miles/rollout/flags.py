@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout import async_flags
@@ -235,14 +236,20 @@ def check_conflicts(args: Namespace) -> None:
                 "serve. Instead: --fully-async, which chooses it for training only"
             )
         return
-    for holds, what, reason, remedy in _FULLY_ASYNC_CONFLICTS:
-        if holds(args):
-            raise ValueError(f"--fully-async does not go together with {what}: {reason}. Instead: {remedy}.")
+    conflicts = [
+        f"--fully-async does not go together with {what}: {reason}. Instead: {remedy}."
+        for holds, what, reason, remedy in _FULLY_ASYNC_CONFLICTS
+        if holds(args)
+    ]
     if not class_based_rollout_enabled():
-        raise ValueError(
+        value = os.environ.get(EXPERIMENTAL_ROLLOUT_ENV)
+        conflicts.append(
             f"--fully-async needs the class-based rollout API, and the environment variable {EXPERIMENTAL_ROLLOUT_ENV} "
-            f"is not set. Instead: run with {EXPERIMENTAL_ROLLOUT_ENV}=1 (also in Ray's runtime_env env_vars)."
+            f"is {'not set' if value is None else f'{value!r}, which switches it off'}. "
+            f"Instead: run with {EXPERIMENTAL_ROLLOUT_ENV}=1 (also in Ray's runtime_env env_vars)."
         )
+    if conflicts:
+        raise ValueError("\n".join(conflicts))
 
 
 def resolve(args: Namespace) -> None:
@@ -282,6 +289,11 @@ def validate(args: Namespace) -> None:
             args.rollout_max_prompt_len < args.rollout_max_context_len,
             f"--rollout-max-prompt-len ({args.rollout_max_prompt_len}) must be less than --rollout-max-context-len "
             f"({args.rollout_max_context_len}), so that there is room for a response",
+        )
+        require(
+            args.rollout_max_response_len is None or args.rollout_max_response_len <= args.rollout_max_context_len,
+            f"--rollout-max-response-len ({args.rollout_max_response_len}) must not be greater than "
+            f"--rollout-max-context-len ({args.rollout_max_context_len}), which prompt and response share",
         )
     require(
         args.over_sampling_batch_size >= args.rollout_batch_size,

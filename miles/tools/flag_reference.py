@@ -77,13 +77,14 @@ def _names(action: argparse.Action) -> str:
         kind = getattr(action.type, "__name__", "str")
         value = " " + {"int": "INT", "float": "FLOAT", "json_value": "JSON"}.get(kind, "TEXT")
         value += " ..." if action.nargs in ("+", "*") else ""
+        value = f" [{value.strip()}]" if action.nargs == "?" else value
     return ", ".join(f"`{name}{value}`" for name in action.option_strings)
 
 
 def _default(action: argparse.Action) -> str:
     if action.required:
         return "required"
-    if action.nargs == 0:
+    if action.nargs == 0 or action.default is False:
         return "off"
     return "none" if action.default is None else f"`{_shown(action.default)}`"
 

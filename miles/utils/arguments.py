@@ -8,18 +8,16 @@ Flags are declared beside their owners, in the modules of `FLAG_MODULES`. Each h
 * `warnings(args, given)`: legal values without effect; `NO_EFFECT`: dest -> why a flag never has one here;
 * `PLUGIN_PATHS`: dests that hold dotted paths, each imported before the run starts.
 
-    argv -> plug-ins' add_arguments -> parse -> custom YAML -> conflicts -> refused -> resolve -> validate -> args
+    argv -> plug-ins' add_arguments -> parse -> YAML -> conflicts -> refused -> finite -> resolve -> validate -> args
 
 Nothing heavy is imported: torch, Ray and SGLang start only after the command line is known to be good.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import logging
 import os
-import re
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from miles.utils import refused_flags
+from miles.utils.config_text import check_report
 from miles.utils.devices import cuda_device_present, sglang_installed
 from miles.utils.flag_parser import FlagParser
 from miles.utils.flag_rules import (
@@ -34,8 +33,10 @@ from miles.utils.flag_rules import (
     class_based_rollout_enabled,
     flag_name,
     require_file,
+    require_finite,
 )
 from miles.utils.misc import load_function
+from miles.utils.mistakes import Mistakes
 from miles.utils.tracking_flags import make_run_dir, new_run_dir
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 logger = logging.getLogger(__name__)
-
-_SECRET = re.compile("wandb_key|api_key|password")
 
 FLAG_MODULES = (
     "miles.rollout.flags",
@@ -85,8 +84,10 @@ def build_parser(add_custom_arguments: Callable[[Any], Any] | None = None, argv:
         add_arguments = getattr(_load_plugin(dest, path), "add_arguments", None)
         if add_arguments is not None:
             _add_foreign_flags(parser, add_arguments, f"{flag_name(dest)} {path}")
-    parser.plugin_flags = _option_names(parser) - own
+    available = _option_names(parser)
+    parser.plugin_flags = available - own
     refused_flags.add_flags(parser, parser.plugin_flags)
+    parser.refused_flags = _option_names(parser) - available
     return parser
 
 
@@ -208,14 +209,16 @@ def _parse(
 ) -> Namespace:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser(add_custom_arguments, argv)
-    args, given = parser.parse(argv)
+    args, given, unreadable = parser.read(argv)
+    if unreadable:
+        raise ValueError("\n".join([*unreadable, *refused_flags.refusals(args, parser.plugin_flags)]))
     if args.custom_config_path:
         given |= apply_config_file(args, args.custom_config_path, parser)
-    _validate(args, given, parser.plugin_flags, driver_rules)
+    _validate(args, given, parser, driver_rules)
     if preflight is not None:
         preflight(args)
     if args.check_config:
-        sys.stdout.write(format_config(args))
+        sys.stdout.write(check_report(args, given, parser.defaults()))
         raise SystemExit(0)
     return args
 
@@ -223,31 +226,66 @@ def _parse(
 def _validate(
     args: Namespace,
     given: frozenset[str],
-    plugin_flags: frozenset[str],
+    parser: FlagParser,
     driver_rules: Callable[[Namespace], None] | None,
 ) -> None:
-    """All rules, in the order of the module docstring. Fills in the derived values of `args`."""
+    """All rules, in the order of the module docstring. Fills in the derived values of `args`.
+
+    A mistake ends the rules of its module; those of the others are checked all the same and reported with it.
+    """
     modules = flag_modules()
-    if driver_rules is not None:
-        driver_rules(args)
-    for module in modules:
-        if hasattr(module, "check_conflicts"):
-            module.check_conflicts(args)
+    mistakes = Mistakes()
+    rules = [driver_rules] if driver_rules is not None else []
+    for rule in [*rules, *(module.check_conflicts for module in modules if hasattr(module, "check_conflicts"))]:
+        with mistakes.collecting():
+            rule(args)
     if args.rollout_engine is None and cuda_device_present() and sglang_installed():
         args.rollout_engine = "sglang"
-    refused_flags.validate(args, plugin_flags)
-    _choose_devices(args, given)
+    _refuse_what_is_not_available(args, parser, mistakes)
+    _refuse_infinite_numbers(args, parser, mistakes)
+    with mistakes.collecting():
+        _choose_devices(args, given)
+    resolved = []
     for module in modules:
-        if hasattr(module, "resolve"):
-            module.resolve(args)
-    for module in modules:
-        if hasattr(module, "validate"):
-            module.validate(args)
-    _check_plugins(args, given, modules)
+        with mistakes.collecting():
+            if hasattr(module, "resolve"):
+                module.resolve(args)
+            resolved.append(module)
+    for module in resolved:
+        with mistakes.collecting():
+            if hasattr(module, "validate"):
+                module.validate(args)
+    _check_plugins(args, given, modules, mistakes)
+    mistakes.raise_any()
     for line in no_effect_warnings(args, given, modules):
         logger.warning("%s", line)
     args.rollout_function_path, args.eval_function_path = resolve_rollout_function_paths(args)
     args.run_dir = new_run_dir(args.runs_dir)
+
+
+def _refuse_what_is_not_available(args: Namespace, parser: FlagParser, mistakes: Mistakes) -> None:
+    """Add a mistake for each flag and value that is not available, unless it is reported already.
+
+    The rules that follow see the default instead, so that nothing is reported that only follows from it.
+    """
+    defaults = parser.defaults()
+    for refused in refused_flags.refused(args, parser.plugin_flags):
+        if not mistakes.mentions(refused.flag):
+            mistakes.add([refused.message])
+        if defaults[refused.dest] is not None:
+            setattr(args, refused.dest, defaults[refused.dest])
+
+
+def _refuse_infinite_numbers(args: Namespace, parser: FlagParser, mistakes: Mistakes) -> None:
+    """Add a mistake for each float flag that is NaN or infinite; the rules that follow see its default instead."""
+    defaults = parser.defaults()
+    for dest in parser.float_dests():
+        try:
+            require_finite(args, dest)
+        except ValueError as error:
+            if not mistakes.mentions(flag_name(dest)):
+                mistakes.add([str(error)])
+            setattr(args, dest, defaults[dest])
 
 
 def _choose_devices(args: Namespace, given: frozenset[str]) -> None:
@@ -272,12 +310,12 @@ def _choose_devices(args: Namespace, given: frozenset[str]) -> None:
         raise ValueError("--distributed-backend gloo: the trainer uses nccl on CUDA devices. Instead: drop the flag")
 
 
-def _check_plugins(args: Namespace, given: frozenset[str], modules: list[ModuleType]) -> None:
+def _check_plugins(args: Namespace, given: frozenset[str], modules: list[ModuleType], mistakes: Mistakes) -> None:
     """Import each dotted path that the user gave, so that a mistake is known before anything starts."""
-    for module in modules:
-        for dest in getattr(module, "PLUGIN_PATHS", ()):
-            path = getattr(args, dest)
-            if dest in given and path:
+    for dest in [dest for module in modules for dest in getattr(module, "PLUGIN_PATHS", ())]:
+        path = getattr(args, dest)
+        if dest in given and path:
+            with mistakes.collecting():
                 target = _load_plugin(dest, path)
                 if not callable(target):
                     raise ValueError(
@@ -320,22 +358,3 @@ def apply_config_file(args: Namespace, path: str, parser: FlagParser) -> frozens
         setattr(args, dest, parser.check_type(dest, value, path))
         changed.add(dest)
     return frozenset(changed)
-
-
-def format_config(args: Namespace) -> str:
-    """The values of `args` as YAML, sorted by name; keys and passwords are not shown."""
-    shown = {
-        name: "(hidden)" if value and _SECRET.search(name) else _plain(value) for name, value in vars(args).items()
-    }
-    return yaml.safe_dump(shown, sort_keys=True, width=1000)
-
-
-def _plain(value: Any) -> Any:
-    """`value` as YAML can write it; what it cannot is shown as text."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -185,6 +185,13 @@ def print_summary(text: str, *, stream: TextIO | None = None) -> None:
     stream.flush()
 
 
+def print_note(text: str, *, stream: TextIO | None = None) -> None:
+    """Say what is going on where no step does."""
+    stream = stream or sys.stdout
+    stream.write(text + "\n")
+    stream.flush()
+
+
 def print_error(text: str, *, stream: TextIO | None = None) -> None:
     """The end of a run that did not: one message on standard error."""
     stream = stream or sys.stderr

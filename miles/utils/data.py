@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]$")
 _SPECIAL_TOKENS_MARGIN = 16
+_PREFIX = 32
 _IMMUTABLE = frozenset({str, int, float, bool, SampleStatus})
 _FLAT = frozenset({SpecInfo, PrefixCacheInfo})
 
@@ -161,15 +162,21 @@ class Dataset:
             apply_chat_template=apply_chat_template,
             chat_template_kwargs=apply_chat_template_kwargs or {},
         )
-        samples = [self._reader.sample(row) for row in read_rows(path)]
+        lengths = _PromptLengths(tokenizer, apply_chat_template_kwargs or {})
+        samples = [self._sample(row, lengths) for row in read_rows(path)]
         if not samples:
             raise ValueError(f"data set {path}: it is empty")
-        lengths = _PromptLengths(tokenizer, apply_chat_template_kwargs or {})
         samples = _drop_long_prompts(path, samples, lengths, max_length, max_context_length)
         _refuse_prompts_beyond_context(path, samples, lengths, max_context_length, response_length)
         self.origin_samples = samples
         self.samples = samples
         self.epoch_id: int | None = None
+
+    def _sample(self, row: Row, lengths: _PromptLengths) -> Sample:
+        sample = self._reader.sample(row)
+        if lengths.is_zero(sample):
+            raise self._reader.error(row, f"{self._reader.prompt_key!r} has no tokens: {sample.prompt!r:.100}")
+        return sample
 
     def shuffle(self, epoch_id: int) -> None:
         """Put the samples into the order of an epoch: a permutation of the file's order by `seed + epoch_id` alone."""
@@ -208,7 +215,7 @@ class _SampleReader:
 
     def _required(self, row: Row, key: str) -> Any:
         if key not in row.values:
-            raise self._error(row, f"has no key {key!r}, it has {', '.join(sorted(row.values)) or 'none'}")
+            raise self.error(row, f"has no key {key!r}, it has {', '.join(sorted(row.values)) or 'none'}")
         return row.values[key]
 
     def _metadata(self, row: Row) -> dict[str, Any]:
@@ -216,12 +223,12 @@ class _SampleReader:
         if metadata is None:
             metadata = {}
         if not isinstance(metadata, dict):
-            raise self._error(row, f"{self.metadata_key!r} must be an object, got {type(metadata).__name__}")
+            raise self.error(row, f"{self.metadata_key!r} must be an object, got {type(metadata).__name__}")
         tools = self._json(row, self.tool_key) if self.tool_key else None
         if tools is None:
             return dict(metadata)
         if not isinstance(tools, list):
-            raise self._error(row, f"{self.tool_key!r} must be a list of tools, got {type(tools).__name__}")
+            raise self.error(row, f"{self.tool_key!r} must be a list of tools, got {type(tools).__name__}")
         return {**metadata, "tools": tools}
 
     def _json(self, row: Row, key: str) -> Any:
@@ -232,15 +239,21 @@ class _SampleReader:
         try:
             return json.loads(value)
         except ValueError as error:
-            raise self._error(row, f"{key!r} is a string but not valid JSON: {error}") from error
+            raise self.error(row, f"{key!r} is a string but not valid JSON: {error}") from error
 
     def _prompt(self, row: Row, tools: list[Any] | None) -> str | list[dict[str, Any]]:
         prompt = self._required(row, self.prompt_key)
         is_messages = isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) for m in prompt)
         if not isinstance(prompt, str) and not is_messages:
-            raise self._error(row, f"{self.prompt_key!r} must be text or a list of messages, got {prompt!r:.100}")
+            raise self.error(row, f"{self.prompt_key!r} must be text or a list of messages, got {prompt!r:.100}")
         if not self.apply_chat_template:
             return prompt
+        if getattr(self.tokenizer, "chat_template", "unknown") is None:
+            raise self.error(
+                row,
+                "--apply-chat-template: the checkpoint's tokenizer has no chat template. Instead: name a file with one "
+                "(--chat-template-path), or drop --apply-chat-template",
+            )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             return str(
@@ -249,9 +262,9 @@ class _SampleReader:
                 )
             )
         except Exception as error:  # a template is a program of the checkpoint's and may raise anything
-            raise self._error(row, f"--apply-chat-template failed: {error}") from error
+            raise self.error(row, f"--apply-chat-template failed: {error}") from error
 
-    def _error(self, row: Row, what: str) -> ValueError:
+    def error(self, row: Row, what: str) -> ValueError:
         return ValueError(f"data set {self.path}, {row.place}: {what}")
 
 
@@ -277,12 +290,19 @@ def private_copy(value: Any) -> Any:
 class _PromptLengths:
     """Prompt lengths in tokens, counted only where a prompt could exceed a limit.
 
-    A text of n UTF-8 bytes has at most n tokens and a few special ones, so most prompts need no tokenizer.
+    A text of n UTF-8 bytes has at most n tokens and a few special ones, so most prompts are not counted.
     """
 
     def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._chat_template_kwargs = chat_template_kwargs
+
+    def is_zero(self, sample: Sample) -> bool:
+        """Whether the prompt has no tokens at all: it is empty, or the tokenizer knows none of its characters."""
+        if not isinstance(sample.prompt, str):
+            return False  # messages: a template puts its own tokens around them
+        # The beginning tells nearly always, whatever the length.
+        return not (self._count(sample.prompt[:_PREFIX]) or self._count(sample.prompt))
 
     def exceeds(self, sample: Sample, limit: int) -> int | None:
         """The prompt's number of tokens where it is greater than `limit`, else None."""
@@ -298,8 +318,11 @@ class _PromptLengths:
             text = sample.prompt
         if len(text.encode()) + _SPECIAL_TOKENS_MARGIN <= limit:
             return None
-        length = len(self._tokenizer.encode(text, add_special_tokens=False))
+        length = self._count(text)
         return length if length > limit else None
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _drop_long_prompts(

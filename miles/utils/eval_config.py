@@ -6,6 +6,7 @@ A value comes from the data set's own entry, else from `defaults` of the `--eval
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,10 @@ def _resolve(args: Namespace, defaults: Mapping[str, Any], entry: Mapping[str, A
             raise ValueError(f"evaluation data set {name or dict(entry)}: {key!r} is missing")
     values = {**_flag_values(args), **_set_values(defaults), **_set_values(entry)}
     config = EvalDatasetConfig(**values)
+    for key in ("temperature", "top_p"):
+        value = getattr(config, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"evaluation data set {name}: {key} must be a finite number, got {value!r}")
     if config.n_samples_per_eval_prompt < 1:
         raise ValueError(
             f"evaluation data set {name}: n_samples_per_eval_prompt must be at least 1, "

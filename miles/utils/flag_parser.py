@@ -21,6 +21,8 @@ class FlagParser(argparse.ArgumentParser):
 
         self.plugin_flags: frozenset[str] = frozenset()
         """Flags that plug-ins declared, which may replace ones that miles knows but refuses."""
+        self.refused_flags: frozenset[str] = frozenset()
+        """Flags that are known but not available: nobody is pointed to them."""
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage of several hundred flags and exiting."""
@@ -33,6 +35,14 @@ class FlagParser(argparse.ArgumentParser):
     def actions(self) -> list[argparse.Action]:
         """Every declared flag, in order."""
         return [action for action in self._actions if action.dest not in ("help",)]
+
+    def float_dests(self) -> list[str]:
+        """The dests of all flags that take floats, but for those of plug-ins."""
+        return [
+            action.dest
+            for action in self.actions()
+            if action.type is float and self.plugin_flags.isdisjoint(action.option_strings)
+        ]
 
     def action_for(self, dest: str) -> argparse.Action | None:
         """The flag with this dest."""
@@ -54,6 +64,16 @@ class FlagParser(argparse.ArgumentParser):
 
         Raises ValueError for a missing or malformed value and for unknown flags, naming close ones.
         """
+        args, given, mistakes = self.read(argv)
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return args, given
+
+    def read(self, argv: list[str]) -> tuple[Namespace, frozenset[str], list[str]]:
+        """(all values, the dests that `argv` sets, a line for each unknown flag and each required one that is missing).
+
+        Raises ValueError for a malformed value.
+        """
         defaults = self.defaults()
         saved = [(action, action.default, action.required) for action in self._actions]
         for action in self._actions:
@@ -67,10 +87,8 @@ class FlagParser(argparse.ArgumentParser):
                 action.default, action.required = default, required
         mistakes = self._describe_unknown(rest) if rest else []
         missing = [action for action in self._actions if action.required and not hasattr(given, action.dest)]
-        mistakes += [f"{action.option_strings[0]} is required: {action.help}" for action in missing]
-        if mistakes:
-            raise ValueError("\n".join(mistakes))
-        return Namespace(**{**defaults, **vars(given)}), frozenset(vars(given))
+        mistakes += [_missing(action) for action in missing]
+        return Namespace(**{**defaults, **vars(given)}), frozenset(vars(given)), mistakes
 
     def _describe_unknown(self, rest: list[str]) -> list[str]:
         """A line for each flag that does not exist, or one for values that belong to no flag."""
@@ -85,9 +103,13 @@ class FlagParser(argparse.ArgumentParser):
         return lines or [f"these values belong to no flag: {' '.join(rest)}"]
 
     def close_matches(self, name: str) -> list[str]:
-        """Up to three declared flags that look like `name`."""
-        known = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
-        return difflib.get_close_matches(name, known, n=3, cutoff=0.75)
+        """Up to three available flags: ones that look like `name`, or of which one goes on where the other ends."""
+        names = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        known = [option for option in names if option not in self.refused_flags]
+        alike = difflib.get_close_matches(name, known, n=3, cutoff=0.8)
+        longer = sorted((option for option in known if option.startswith(f"{name}-")), key=len)
+        shorter = sorted((option for option in known if name.startswith(f"{option}-")), key=len, reverse=True)
+        return list(dict.fromkeys([*alike, *shorter, *longer]))[:3]
 
     def check_type(self, dest: str, value: Any, source: str) -> Any:
         """`value`, from `source`, as the flag with this dest takes it; ValueError where it does not."""
@@ -123,6 +145,11 @@ class FlagParser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             raise ValueError(f"{where} must be one of {', '.join(map(str, action.choices))}, got {value!r}")
         return value
+
+
+def _missing(action: argparse.Action) -> str:
+    what = (action.help or "").removesuffix("Required.").rstrip().removesuffix(".")
+    return f"{action.option_strings[0]} is required: {what}"
 
 
 _TYPE_NAMES: dict[Any, str] = {int: "an integer", float: "a number", str: "text"}

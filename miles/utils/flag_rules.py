@@ -6,6 +6,7 @@ Standard library only, so that a flags module stays as light as argparse itself.
 from __future__ import annotations
 
 import json
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,15 @@ def require_not_negative(args: Namespace, *dests: str) -> None:
 def require_fraction(args: Namespace, *dests: str) -> None:
     """Each of the flags is None or within [0, 1]."""
     _require_each(args, dests, lambda value: 0 <= value <= 1, "between 0 and 1")
+
+
+def require_finite(args: Namespace, *dests: str) -> None:
+    """Each of the flags is None, a number that is neither NaN nor infinite, or a list of such."""
+    for dest in dests:
+        value = getattr(args, dest)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not math.isfinite(number):
+                raise ValueError(f"{flag_name(dest)} must be a finite number, got {number!r}")
 
 
 def require_file(flag: str, path: str, what: str) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from miles.utils.http_errors import HttpConnectionError, HttpRequestError, HttpStatusError, HttpTimeoutError
+from miles.utils.turns import Turns
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -119,6 +120,7 @@ class HttpClient:
         self._kept_alive = _open_session(limit=self.config.max_connections)
         self._fresh = _open_session(limit=0, force_close=True)
         self._retry_log = _RetryLog()
+        self._answers = Turns()
 
     async def __aenter__(self) -> HttpClient:
         return self
@@ -157,6 +159,8 @@ class HttpClient:
                     method, url, body, headers, repeatable=retries > 0, timeout_secs=timeout_secs
                 )
                 if isinstance(result, bytes):
+                    if not self._answers.take():  # the caller will parse it, and thousands may have come at once
+                        await self._answers.wait()
                     return result
                 if attempt > retries or not result.retryable:
                     raise _final_error(result, method, url, attempt, loop.time() - started) from result.cause

@@ -12,6 +12,8 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 def configure_logging(*, file: str | Path | None = None, console_level: int = logging.INFO) -> None:
     """Log to standard error from `console_level` on, and everything from INFO on to `file` where one is given."""
+    # A full disk must not become a traceback on the console for each record that cannot be written.
+    logging.raiseExceptions = False
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in list(root.handlers):
@@ -25,6 +27,15 @@ def configure_logging(*, file: str | Path | None = None, console_level: int = lo
     for handler in handlers:
         handler.setFormatter(logging.Formatter(_FORMAT))
         root.addHandler(handler)
+
+
+def log_hint(path: str | Path, what: str = "see") -> str:
+    """`; see PATH` for a message, with `what` before the path; empty where nothing could be written to the log."""
+    try:
+        written = Path(path).stat().st_size > 0
+    except OSError:
+        written = False
+    return f"; {what} {path}" if written else ""
 
 
 def redirect_output(path: str | Path) -> None:

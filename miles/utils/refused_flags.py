@@ -7,6 +7,7 @@ every value.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from miles.utils.flag_rules import json_value
@@ -442,26 +443,38 @@ def add_flags(parser: ArgumentParser, taken: frozenset[str] = frozenset()) -> No
                 group.add_argument(refused.flag, default=refused.default, help=help_text, **refused.options)
 
 
-def refusals(args: Namespace, taken: frozenset[str] = frozenset()) -> Iterator[str]:
-    """One line for each flag or value on `args` that is not available."""
+@dataclass(frozen=True)
+class Refused:
+    """A flag on `args` that is not available, or whose value is not, and the line that says so."""
+
+    flag: str
+    dest: str
+    message: str
+
+
+def refused(args: Namespace, taken: frozenset[str] = frozenset()) -> Iterator[Refused]:
+    """Each flag and value on `args` that is not available."""
     for refusal in REFUSED_FLAGS:
-        for refused in refusal.flags:
-            if refused.flag not in taken and not _is_default(getattr(args, refused.dest), refused.default):
-                yield f"{refused.flag} is not available: {refusal.reason}. Instead: {refusal.instead}."
-    for row in REFUSED_VALUES:
-        given = getattr(args, row.dest)
-        if not row.allows(given):
-            yield f"{row.flag} {given} is not available: {row.reason}. Instead: {row.instead}."
+        for row in refusal.flags:
+            if row.flag not in taken and not _is_default(getattr(args, row.dest), row.default):
+                message = f"{row.flag} is not available: {refusal.reason}. Instead: {refusal.instead}."
+                yield Refused(row.flag, row.dest, message)
+    for refused_value in REFUSED_VALUES:
+        given = getattr(args, refused_value.dest)
+        if not refused_value.allows(given):
+            message = (
+                f"{refused_value.flag} {given} is not available: {refused_value.reason}. "
+                f"Instead: {refused_value.instead}."
+            )
+            yield Refused(refused_value.flag, refused_value.dest, message)
+
+
+def refusals(args: Namespace, taken: frozenset[str] = frozenset()) -> list[str]:
+    """The lines of `refused`."""
+    return [found.message for found in refused(args, taken)]
 
 
 def _is_default(given: Any, default: Any) -> bool:
     if isinstance(default, tuple | list):
         return given is None or list(given) == list(default)
     return bool(given == default) and isinstance(given, bool) == isinstance(default, bool)
-
-
-def validate(args: Namespace, taken: frozenset[str] = frozenset()) -> None:
-    """Raise one ValueError that lists everything on `args` that is not available."""
-    found = list(refusals(args, taken))
-    if found:
-        raise ValueError("\n".join(found))

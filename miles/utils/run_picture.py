@@ -135,7 +135,7 @@ def draw_step_time(axes: Axes, steps: Sequence[Row]) -> None:
     )
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, fontsize=8, frameon=False)
     return None
 
 

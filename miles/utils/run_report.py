@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import sys
 from collections import defaultdict
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from miles.utils import intervals
 from miles.utils.bottleneck import combined, diagnose
 from miles.utils.console import duration, eval_scores, print_error, print_summary
+from miles.utils.file_errors import named_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,6 +34,8 @@ PICTURE_FILE = "report.png"
 
 REWARD_STEPS = 10
 """The reward at the start and at the end is the mean of this many steps."""
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Lanes = dict[str, list["Interval"]]
@@ -49,12 +53,29 @@ def write_report(run_dir: str | Path) -> dict[str, Any]:
     rows = read_metrics(run_dir)
     lanes = read_timeline(run_dir)
     summary = summarize(rows, lanes) | {"run_dir": str(run_dir)}
-    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    with named_errors(run_dir / SUMMARY_FILE):
+        (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
+    # Without a home directory it says twice where its cache is instead, which is no news of the run.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from miles.utils.run_picture import draw_report  # here, since matplotlib takes a second to import
 
-    draw_report(rows, lanes, run_dir / PICTURE_FILE, title=str(run_dir))
+    with named_errors(run_dir / PICTURE_FILE):
+        draw_report(rows, lanes, run_dir / PICTURE_FILE, title=str(run_dir))
     return summary
+
+
+def report_of_stopped_run(run_dir: str | Path) -> str:
+    """Write the report of a run that ended early, as far as it got; a line for the message that tells of its end.
+
+    Empty where no step was finished. A report that cannot be made does not hide why the run ended.
+    """
+    try:
+        write_report(run_dir)
+    except (ValueError, OSError) as error:  # no step yet, or a full disk: that the run ended is the message
+        logger.info("no report: %s", error)
+        return ""
+    return f"\n    what it did until then: {Path(run_dir) / PICTURE_FILE}, {SUMMARY_FILE} beside it"
 
 
 # -- reading

@@ -22,6 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from miles.utils.file_errors import named_errors
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -97,18 +99,31 @@ def as_number(key: str, value: Any) -> float:
 
 
 class JsonLinesSink:
-    """One JSON object a call: step, time (seconds since the epoch), metrics. NaN and infinities become null."""
+    """One JSON object a call: step, event, time (seconds since the epoch), metrics. NaN and infinities become null.
+
+    `event` is "step" for the record of a training step, and "eval" for an evaluation that is in no step's record: the
+    one before the first step, or one that went on beside training.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
-        row: dict[str, float | None] = {"step": step, "time": time.time()}
+        only_eval = any(key.startswith("eval/") for key in metrics) and not any(map(_of_a_step, metrics))
+        row: dict[str, float | str | None] = {"step": step, "event": "eval" if only_eval else "step"}
+        row["time"] = time.time()
         row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        with named_errors(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with named_errors(self._path):
+            self._file.close()
+
+
+def _of_a_step(key: str) -> bool:
+    return key.startswith(("rollout/", "train/"))
 
 
 def tensorboard_dir(args: Namespace, run_dir: Path) -> Path:
@@ -150,7 +165,7 @@ class WandbSink:
         except ImportError as error:
             raise ValueError(
                 f"--use-wandb: the wandb package cannot be imported ({error}); install it with "
-                "pip install 'miles[wandb]', or leave --use-wandb out"
+                "pip install -e '.[wandb]', or leave --use-wandb out"
             ) from error
         if getattr(args, "wandb_key", None):
             wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None))
@@ -221,7 +236,8 @@ def write_run_config(args: Namespace, run_dir: str | Path) -> Path:
         "versions": {name: version for name in RECORDED_PACKAGES if (version := package_version(name))},
         "git_commit": git_commit(Path(__file__).parent),
     }
-    path.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    with named_errors(path):
+        path.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return path
 
 

@@ -44,9 +44,12 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     run.add_argument(
         "--check-config",
-        action="store_true",
+        nargs="?",
+        const="changed",
         default=False,
-        help="Check the flags, print the resolved configuration as YAML, and exit.",
+        choices=["changed", "all"],
+        help="Check the flags, print the resolved configuration as YAML, and exit. changed (also without a value): "
+        "what was given or differs from its default. all: every value.",
     )
     run.add_argument(
         "--custom-config-path",
@@ -63,7 +66,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--use-tensorboard",
         action="store_true",
         default=False,
-        help="Write events to tensorboard/ in the run directory",
+        help="TensorBoard is always on: events go to tensorboard/ in the run directory. Accepted, and does nothing.",
     )
     for name in ("project", "experiment"):
         tensorboard.add_argument(
@@ -120,8 +123,8 @@ def validate(args: Namespace) -> None:
     require(not runs.exists() or runs.is_dir(), f"--runs-dir {args.runs_dir!r} is not a directory")
     require(
         not args.use_wandb or importlib.util.find_spec("wandb") is not None,
-        "--use-wandb needs the package wandb. Instead: pip install wandb, or drop --use-wandb (metrics are always "
-        "written to the run directory as JSON lines and TensorBoard events)",
+        "--use-wandb needs the package wandb. Instead: pip install -e '.[wandb]', or drop --use-wandb (metrics are "
+        "always written to the run directory as JSON lines and TensorBoard events)",
     )
 
 

@@ -14,8 +14,11 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import os
 import queue
+import sys
 import threading
+import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -165,9 +168,9 @@ async def call_user(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class UserCode:
     """A block that runs user code: `with UserCode("reward function", fn, "sample 3"): ...`.
 
-    What is raised inside comes out as the same object, with a note that names function and argument. Three things
-    become a UserFunctionError with the original as its cause, because on an event loop they mean something else than
-    their author can have wanted: a CancelledError although nobody cancelled this task, StopIteration, and SystemExit.
+    What is raised inside comes out as the same object, with a note that names function, argument, file and line. Three
+    things become a UserFunctionError with the original as its cause, because on an event loop they mean something else
+    than their author can have wanted: a CancelledError although nobody cancelled this task, StopIteration, SystemExit.
     """
 
     def __init__(self, kind: str, fn: Any, argument: Any) -> None:
@@ -181,7 +184,7 @@ class UserCode:
         return self
 
     def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         if exc is None or isinstance(exc, GeneratorExit | KeyboardInterrupt | UserFunctionError):
             return
@@ -192,7 +195,16 @@ class UserCode:
             return
         if isinstance(exc, StopIteration | SystemExit):
             raise UserFunctionError(f"{self} raised {exc!r}") from exc
-        exc.add_note(f"{self} raised this")
+        exc.add_note(f"{self} raised this at {_place(self._fn, tb)}")
+
+
+def _place(fn: Any, tb: TracebackType | None) -> str:
+    """`plug.py:37`: where the function's own file was left last, else where the error was raised."""
+    own = getattr(sys.modules.get(_named(fn).__module__), "__file__", None)
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(tb)]
+    file, line = ([at for at in frames if at[0] == own] or frames)[-1]
+    here = os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{line}"
 
 
 def is_async(fn: Callable[..., Any]) -> bool:
@@ -202,5 +214,9 @@ def is_async(fn: Callable[..., Any]) -> bool:
 
 def name_of(fn: Any) -> str:
     """The dotted name of a function, or of an object's class."""
-    named = fn if hasattr(fn, "__qualname__") else type(fn)
+    named = _named(fn)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def _named(fn: Any) -> Any:
+    return fn if hasattr(fn, "__qualname__") else type(fn)

@@ -377,6 +377,64 @@ def test_a_bucket_that_breaks_off_leaves_the_old_weights(engine: Engine, module:
     engine.ok("/end_weight_update", {})
 
 
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+@pytest.mark.parametrize(
+    ("announced", "sent"),
+    [("bfloat16", torch.float32), ("float16", torch.float64), ("float32", torch.float64), ("float32", torch.bfloat16)],
+)
+def test_a_bucket_of_another_size_than_announced_is_400_and_the_server_lives_on(
+    engine: Engine, module: Any, load_format: str | None, announced: str, sent: torch.dtype
+) -> None:
+    name, weight = next(iter(random_weights(module, seed=13).items()))
+    before = (engine.version(), engine.checksums())
+    with weight_group(engine, "sizes") as group:
+        engine.ok("/begin_weight_update", {})
+        body = {
+            "names": [name],
+            "dtypes": [announced],
+            "shapes": [list(weight.shape)],
+            "group_name": "sizes",
+            "load_format": load_format,
+        }
+        answer = engine.pool.submit(engine.call, "/update_weights_from_distributed", body)
+        dist.broadcast(weight.to(sent).contiguous(), group_src=0, group=group)
+        status, content = answer.result()
+        assert status == 400
+        assert "bytes were sent" in content["message"]
+        assert engine.call("/end_weight_update", {})[0] == 400
+    assert (engine.version(), engine.checksums()) == before
+
+
+def test_what_no_weight_can_be_is_refused_before_it_is_received(engine: Engine, module: Any) -> None:
+    name, weight = next(iter(random_weights(module, seed=13).items()))
+    body = {"names": [name], "dtypes": ["float32"], "shapes": [list(weight.shape)], "group_name": "refused"}
+    with weight_group(engine, "refused"):
+        engine.ok("/begin_weight_update", {})
+        for dtype in ("bool", "int64", "complex64", "float64"):
+            status, content = engine.call("/update_weights_from_distributed", body | {"dtypes": [dtype]})
+            assert status == 400
+            assert f"dtypes must be float16, bfloat16, float32, got '{dtype}'" in content["message"]
+        twice = {key: body[key] * 2 for key in ("names", "dtypes", "shapes")}
+        for load_format in (None, "flattened_bucket"):
+            status, content = engine.call(
+                "/update_weights_from_distributed", body | twice | {"load_format": load_format}
+            )
+            assert status == 400
+            assert f"these occur more than once: {name}" in content["message"]
+        engine.ok("/end_weight_update", {})
+
+
+def test_weights_from_disk_are_refused_within_an_update(engine: Engine, model: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", seed=4)
+    before = (engine.version(), engine.checksums())
+    engine.ok("/begin_weight_update", {})
+    status, content = engine.call("/update_weights_from_disk", {"model_path": str(other), "weight_version": "8"})
+    engine.ok("/end_weight_update", {})
+    assert (status, content["success"]) == (400, False)
+    assert "must not run between begin_weight_update() and end_weight_update()" in content["message"]
+    assert (engine.version(), engine.checksums()) == before
+
+
 def test_weight_calls_out_of_order_are_400(engine: Engine) -> None:
     update = {"names": [], "dtypes": [], "shapes": [], "group_name": "wrong"}
     status, content = engine.call("/update_weights_from_distributed", update)

@@ -54,6 +54,20 @@ def test_a_driver_reads_on_one_page(driver: str) -> None:
     assert len((ROOT / driver).read_text().splitlines()) < MAX_DRIVER_LINES
 
 
+def test_nothing_that_is_ignored_is_committed() -> None:
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert listing.stdout == ""
+
+
+@pytest.mark.parametrize("name", [".data.lock", ".data-x7f/new/prepare.json", "data/train.jsonl"])
+def test_what_an_example_makes_is_ignored(name: str) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "-C", str(ROOT), "check-ignore", "--quiet", f"examples/quickstart/{name}"]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
 def test_no_file_names_a_place_on_somebodys_machine() -> None:
     place = re.compile(r"(?<![\w.$}/])/(?:work|root|home|Users)/\w")
     found = [

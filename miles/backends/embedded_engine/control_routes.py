@@ -81,10 +81,10 @@ class ControlRoutes:
         body = await _body(request)
         path = body.required_text("model_path")
         flush, version = body.flag("flush_cache", True), body.text_or_none("weight_version")
-        await self._abort_all_if(body, default=False)
         service = self._service
         receiver = service.loaded.receiver
         staged = await service.on_weight_thread(lambda: receiver.read_directory(path))
+        await self._abort_all_if(body, default=False)
         staged.version = version
         await service.publish(staged)
         service.set_model_path(path)

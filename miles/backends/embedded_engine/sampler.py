@@ -1,7 +1,8 @@
 """From logits to one token and its log-prob for each running request, vectorised over the batch.
 
-Order: penalties, min_new_tokens, temperature; log-probs are of the distribution at this point (the whole one); then
-top_k, top_p and min_p cut it, and a token is drawn by inverting the cumulative distribution at one uniform number.
+Order: penalties, temperature; log-probs are of the distribution at this point (the whole one, which a full forward
+gives too where there are no penalties); then min_new_tokens takes out the end tokens, top_k, top_p and min_p cut what
+is left, and a token is drawn by inverting the cumulative distribution at one uniform number.
 
 That number is a hash of the request's seed and the token's position, so a request draws the same numbers whatever
 runs beside it, and again after it was retracted.
@@ -58,12 +59,12 @@ class Sampler:
     def sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
         """Tokens and log-probs for the rows of `logits` [requests, vocab]."""
         logits = logits.float()
-        if self._penalized or self._delayed:
-            logits = self._adjust(logits.clone())
+        if self._penalized:
+            logits = self._penalize(logits.clone())
         if self._scales is not None:
             logits = logits / self._scales
         logprobs = torch.log_softmax(logits, dim=-1)
-        tokens = self._choose(logprobs)
+        tokens = self._choose(self._without_ends(logprobs) if self._delayed else logprobs)
         chosen = logprobs.gather(1, tokens)
         both = torch.cat((tokens.double(), chosen.double()), dim=1).cpu().numpy()
         ids: list[int] = both[:, 0].astype(np.int64).tolist()
@@ -96,8 +97,18 @@ class Sampler:
         keep = (rank < self._top_k) & (before <= self._top_p) & (ordered >= ordered[:, :1] * self._min_p)
         return torch.zeros_like(probs).scatter_(1, order, ordered * keep)
 
-    def _adjust(self, logits: torch.Tensor) -> torch.Tensor:
-        """Penalties on tokens that the output has already, and no end token before min_new_tokens."""
+    def _without_ends(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """The distributions to draw from: no end token before min_new_tokens, the rest scaled up to 1."""
+        allowed = logprobs.clone()
+        for i in self._delayed:
+            request = self._requests[i]
+            if len(request.output_ids) < request.params.min_new_tokens:
+                allowed[i, [token for token in request.end_ids if token < logprobs.shape[-1]]] = -torch.inf
+                allowed[i] = torch.log_softmax(allowed[i], dim=-1)
+        return allowed
+
+    def _penalize(self, logits: torch.Tensor) -> torch.Tensor:
+        """Penalties on tokens that the output has already."""
         for i in self._penalized:
             request, params = self._requests[i], self._requests[i].params
             if request.token_counts is None:
@@ -108,11 +119,6 @@ class Sampler:
             if params.repetition_penalty != 1:
                 scaled = torch.where(row < 0, row * params.repetition_penalty, row / params.repetition_penalty)
                 logits[i] = torch.where(occurs, scaled, row)
-        for i in self._delayed:
-            request = self._requests[i]
-            if len(request.output_ids) < request.params.min_new_tokens:
-                ends = [token for token in request.end_ids if token < logits.shape[-1]]
-                logits[i, ends] = -torch.inf
         return logits
 
     def _column(self, values: list[float]) -> torch.Tensor:

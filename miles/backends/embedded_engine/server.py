@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 * 1024**2
+CLIENT_CLOSED_REQUEST = 499
 JSON_HEADERS = {"Content-Type": "application/json"}
 
 
@@ -97,8 +97,14 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return json_response({"success": False, "message": str(error)}, 400)
     except web.HTTPException as error:
         return json_response({"detail": error.reason}, error.status)
-    except (asyncio.CancelledError, ConnectionResetError):
-        raise  # the client has gone: there is nobody to answer
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and _is_gone(request):
+            # Raised on, it would be logged with a traceback; the response goes nowhere.
+            return web.Response(status=CLIENT_CLOSED_REQUEST)
         logger.exception("%s %s failed", request.method, request.path)
         return json_response({"detail": "Internal Server Error"}, 500)
+
+
+def _is_gone(request: web.Request) -> bool:
+    """Whether the client has hung up: there is nobody to answer."""
+    return request.transport is None or request.transport.is_closing()

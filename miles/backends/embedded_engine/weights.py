@@ -11,6 +11,7 @@ weights stay. So does destroying a group within a bracket, which is the way out 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from miles.backends.embedded_engine.errors import ControlError
+from miles.backends.embedded_engine.receive_buffer import ReceiveBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 SELECTORS = ("target", "draft", "all")
 FLATTENED_BUCKET = "flattened_bucket"
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+"""Types that weights may arrive in, by torch's name; they are cast to the model's."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,12 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
     def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return self.dtype.itemsize * self.numel
 
 
 @dataclass
@@ -140,7 +148,9 @@ class WeightReceiver:
         if load_format not in (None, FLATTENED_BUCKET):
             raise ControlError(f"load_format must be null or {FLATTENED_BUCKET!r}, got {load_format!r}")
         for spec in specs:
-            self._check(spec.name, spec.shape)
+            self._check(spec.name, spec.dtype, spec.shape)
+        if repeated := [name for name, times in Counter(spec.name for spec in specs).items() if times > 1]:
+            raise ControlError(f"names must be different, these occur more than once: {', '.join(repeated[:5])}.")
         try:
             receive = self._receive_each if load_format is None else self._receive_flattened
             tensors = receive(specs, group_name)
@@ -157,6 +167,11 @@ class WeightReceiver:
         """Read all *.safetensors of a model directory; every parameter of the model must be there."""
         from safetensors import SafetensorError, safe_open
 
+        if self._staged is not None:
+            raise ControlError(
+                "update_weights_from_disk must not run between begin_weight_update() and end_weight_update(): the end "
+                "would put parts of the other update over it"
+            )
         files = sorted(Path(directory).glob("*.safetensors"))
         if not files:
             raise ControlError(f"Failed to get weights iterator: there is no *.safetensors file in {directory!r}.")
@@ -166,7 +181,7 @@ class WeightReceiver:
                 with safe_open(file, framework="pt") as content:
                     for name in content.keys():  # noqa: SIM118 - not a dict
                         tensor = content.get_tensor(name)
-                        self._check(name, tuple(tensor.shape))
+                        self._check(name, tensor.dtype, tuple(tensor.shape))
                         staged.tensors[self._own_name[name]] = self._placed(tensor)
         except (OSError, SafetensorError) as error:
             raise ControlError(f"Failed to get weights iterator: {error}.") from error
@@ -175,23 +190,30 @@ class WeightReceiver:
             raise ControlError(f"{directory!r} lacks {', '.join(missing[:5])}")
         return staged
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         expected = self._shapes.get(name)
         if expected is None:
             raise ControlError(f"The model has no parameter {name!r}.")
         if expected != shape:
             raise ControlError(f"{name} must have shape {list(expected)}, got {list(shape)}.")
+        if dtype not in DTYPES.values():
+            raise ControlError(f"{name} must be of dtype {', '.join(DTYPES)}, got {str(dtype).removeprefix('torch.')}.")
 
     def _receive_each(self, specs: list[TensorSpec], group_name: str) -> dict[str, torch.Tensor]:
         """One broadcast per tensor, in order."""
-        buffers = {spec.name: self._buffer(spec.shape, spec.dtype, group_name) for spec in specs}
-        self._broadcast(list(buffers.values()), group_name)
-        return buffers
+        buffers = [self._buffer([spec], group_name) for spec in specs]
+        self._broadcast(buffers, group_name)
+        # A copy, which does not keep the buffer with its room to spare alive.
+        return {
+            spec.name: buffer.received().clone().view(spec.dtype).view(spec.shape)
+            for spec, buffer in zip(specs, buffers, strict=True)
+        }
 
     def _receive_flattened(self, specs: list[TensorSpec], group_name: str) -> dict[str, torch.Tensor]:
         """One broadcast of all tensors' bytes behind each other."""
-        flat = self._buffer((sum(spec.nbytes for spec in specs),), torch.uint8, group_name)
-        self._broadcast([flat], group_name)
+        buffer = self._buffer(specs, group_name)
+        self._broadcast([buffer], group_name)
+        flat = buffer.received()
         tensors, offset = {}, 0
         for spec in specs:
             data = flat[offset : offset + spec.nbytes]
@@ -200,15 +222,21 @@ class WeightReceiver:
             tensors[spec.name] = data.clone().view(spec.dtype).view(spec.shape)
         return tensors
 
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, group_name: str) -> torch.Tensor:
-        device = self._device if self._backends[group_name] == "nccl" else "cpu"
-        return torch.empty(shape, dtype=dtype, device=device)
+    def _buffer(self, specs: list[TensorSpec], group_name: str) -> ReceiveBuffer:
+        """Memory for one broadcast of `specs`."""
+        nccl = self._backends[group_name] == "nccl"
+        return ReceiveBuffer(
+            sum(spec.numel for spec in specs),
+            sum(spec.nbytes for spec in specs),
+            device=self._device if nccl else "cpu",
+            roomy=not nccl,
+        )
 
-    def _broadcast(self, buffers: list[torch.Tensor], group_name: str) -> None:
+    def _broadcast(self, buffers: list[ReceiveBuffer], group_name: str) -> None:
         from torch.distributed import broadcast
 
         group = self._groups[group_name]
-        works = [broadcast(buffer, group_src=0, group=group, async_op=True) for buffer in buffers]
+        works = [broadcast(buffer.memory, group_src=0, group=group, async_op=True) for buffer in buffers]
         for work in works:
             work.wait()
 
@@ -217,7 +245,7 @@ class WeightReceiver:
 
 
 def parse_specs(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[TensorSpec]:
-    """The tensors of one bucket; dtypes are torch's names, with or without `torch.`. Raises ControlError."""
+    """The tensors of one bucket; dtypes are names of `DTYPES`, with or without `torch.`. Raises ControlError."""
     if not len(names) == len(dtypes) == len(shapes):
         raise ControlError(
             f"names, dtypes and shapes must be equally long, got {len(names)}, {len(dtypes)} and {len(shapes)}"
@@ -228,7 +256,7 @@ def parse_specs(names: list[str], dtypes: list[str], shapes: list[list[int]]) ->
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ControlError(f"{name!r} is not a torch dtype")
+    dtype = DTYPES.get(name.removeprefix("torch."))
+    if dtype is None:
+        raise ControlError(f"dtypes must be {', '.join(DTYPES)}, got {name!r}")
     return dtype

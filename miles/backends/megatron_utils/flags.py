@@ -336,10 +336,5 @@ def _validate_checkpoints(args: Namespace) -> None:
 
 def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
-    if args.save is not None and args.save_interval is None and args.save_trigger_sentinel is None:
-        yield (
-            "--save is given without --save-interval or --save-trigger-sentinel: a checkpoint is written only when the "
-            "run is interrupted"
-        )
     if args.lr_decay_style == "constant" and given & {"min_lr", "lr_decay_iters"}:
         yield "--min-lr and --lr-decay-iters have no effect with --lr-decay-style constant"

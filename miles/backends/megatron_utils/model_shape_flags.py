@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from miles.backends.megatron_utils.hf_config import HFModelConfig
+from miles.backends.megatron_utils.weight_files import check_weights
 from miles.utils.flag_rules import flag_name, require
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def add_flags(parser: ArgumentParser) -> None:
 def read_hf_config(directory: str) -> HFModelConfig:
     """The model's shape, after checking that `directory` is a checkpoint.
 
-    Raises ValueError for a missing directory, config.json or tokenizer, and for a model that cannot be built.
+    Raises ValueError for a missing directory, config.json, tokenizer or weight file, and for a model that cannot be
+    built.
     """
     require(
         os.path.isdir(directory),
@@ -84,6 +86,10 @@ def read_hf_config(directory: str) -> HFModelConfig:
         any(os.path.isfile(os.path.join(directory, name)) for name in TOKENIZER_FILES),
         f"--hf-checkpoint: {directory!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
     )
+    try:
+        check_weights(directory)
+    except ValueError as error:
+        raise ValueError(f"--hf-checkpoint: {error}") from error
     return hf
 
 
@@ -118,6 +124,8 @@ def validate(args: Namespace) -> None:
 
     Fills in the context length from config.json where no flag gives it.
     """
+    if not args.hf_checkpoint:
+        return  # the flag is required by its owner, miles.rollout.flags
     hf = read_hf_config(args.hf_checkpoint)
     shape = shape_of(hf)
     for dest, expected in shape.items():

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from miles.backends.megatron_utils.weight_files import INDEX_FILE, SINGLE_FILE, read_index
+from miles.utils.file_errors import named_errors
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 class SafetensorsReader:
@@ -65,19 +65,10 @@ def _open(path: Path) -> safe_open:
 
 def _locate(directory: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it."""
-    index = directory / INDEX_FILE
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
-        if missing:
-            raise ValueError(f"the checkpoint {directory} lacks {', '.join(missing)}, which {INDEX_FILE} lists")
+    weight_map = read_index(directory)
+    if weight_map is not None:
         return {name: directory / file for name, file in weight_map.items()}
     single = directory / SINGLE_FILE
-    if not single.is_file():
-        raise ValueError(
-            f"the checkpoint {directory} has no {SINGLE_FILE} and no {INDEX_FILE}; "
-            "weights are read from safetensors only, convert other formats first"
-        )
     with _open(single) as handle:
         return dict.fromkeys(handle.keys(), single)
 
@@ -92,11 +83,7 @@ def write_sharded(
     shards: list[list[str]] = []
     total = 0
     for group in _groups(tensors, max_shard_bytes):
-        save_file(
-            {name: t.detach().cpu().contiguous() for name, t in group},
-            _part(directory, len(shards)),
-            metadata={"format": "pt"},
-        )
+        write_file({name: t.detach().cpu().contiguous() for name, t in group}, _part(directory, len(shards)))
         shards.append([name for name, _ in group])
         total += sum(t.nbytes for _, t in group)
     if len(shards) == 1:
@@ -108,7 +95,16 @@ def write_sharded(
         _part(directory, i).rename(directory / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with named_errors(directory / INDEX_FILE):
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write one safetensors file. Raises OSError naming it where that fails, as on a full disk."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _part(directory: Path, i: int) -> Path:

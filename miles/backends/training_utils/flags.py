@@ -147,7 +147,8 @@ def _add_advantage_flags(parser: ArgumentParser) -> None:
         "--ref-load",
         type=str,
         default=None,
-        help="Hugging Face checkpoint of the reference policy for KL. None: --hf-checkpoint where KL is used.",
+        help="Hugging Face checkpoint directory of the reference policy for KL. None: --hf-checkpoint where KL is "
+        "used.",
     )
 
 
@@ -389,7 +390,8 @@ def _validate_algorithm(args: Namespace) -> None:
     )
     require(
         not uses_reference(args) or os.path.isdir(args.ref_load or ""),
-        f"--ref-load: {args.ref_load!r} is not a directory; it must be a checkpoint of the reference policy",
+        f"--ref-load: {args.ref_load!r} is not a directory; it must be a Hugging Face checkpoint directory of the "
+        "reference policy (converted *_torch_dist directories are not needed). None: --hf-checkpoint",
     )
     require_not_negative(args, "eps_clip", "eps_clip_high", "tis_clip_low", "opsm_delta")
     require_positive(args, "tis_clip")
@@ -415,6 +417,12 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
         yield "--micro-batch-size has no effect with --use-dynamic-batch-size"
     if not args.use_dynamic_batch_size and given & {"max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"}:
         yield "--max-tokens-per-gpu and --log-probs-max-tokens-per-gpu have no effect without --use-dynamic-batch-size"
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu < (args.rollout_max_response_len or 0):
+        yield (
+            f"--max-tokens-per-gpu {args.max_tokens_per_gpu} is less than one answer may have "
+            f"(--rollout-max-response-len {args.rollout_max_response_len}): a sample that is longer goes alone, and "
+            "takes more memory than that"
+        )
     if not args.use_tis and given & {"tis_clip", "tis_clip_low", "custom_tis_function_path"}:
         yield "the TIS flags (--tis-clip, --tis-clip-low, --custom-tis-function-path) have no effect without --use-tis"
     if not args.use_opsm and "opsm_delta" in given:

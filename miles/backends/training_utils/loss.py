@@ -32,6 +32,7 @@ from miles.backends.training_utils.policy_terms import (
 from miles.backends.training_utils.reduce import TokenReducer
 from miles.backends.training_utils.response_layout import ResponseLayout
 from miles.backends.training_utils.tis import icepop_function, vanilla_tis_function
+from miles.utils.user_calls import UserCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +159,8 @@ def _custom_loss(config: LossConfig, micro_batch: Mapping[str, Any], logits: tor
     reduce = TokenReducer(
         ResponseLayout.of(micro_batch, device=logits.device), per_token=config.calculate_per_token_loss
     )
-    loss, metrics = config.custom_loss_function(config.args, micro_batch, logits, reduce)
+    with UserCode("loss function", config.custom_loss_function, "a micro batch"):
+        loss, metrics = config.custom_loss_function(config.args, micro_batch, logits, reduce)
     return loss, _detached({"loss": loss, **metrics})
 
 

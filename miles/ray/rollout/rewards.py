@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from miles.utils.misc import load_function
+from miles.utils.user_calls import UserCode
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -40,7 +41,8 @@ def normalize_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[list[
     """
     hook = load_function(getattr(args, "custom_reward_post_process_path", None))
     if hook is not None:
-        raw, rewards = hook(args, list(samples))
+        with UserCode("post-processing of rewards", hook, f"a batch of {len(samples)} samples"):
+            raw, rewards = hook(args, list(samples))
         flag = "--custom-reward-post-process-path"
         return _checked(raw, samples, f"raw reward from {flag}"), _checked(rewards, samples, f"reward from {flag}")
     raw = _checked([sample.get_reward_value(args) for sample in samples], samples, "reward")

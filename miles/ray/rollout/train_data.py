@@ -20,6 +20,7 @@ from miles.backends.training_utils.balance import balanced_partition
 from miles.ray.rollout.rewards import normalize_rewards
 from miles.utils.misc import load_function
 from miles.utils.types import Sample
+from miles.utils.user_calls import UserCode
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -96,7 +97,8 @@ def convert_samples_to_train_data(args: Namespace, samples: list[Sample]) -> Tra
         raise ValueError("the rollout has no samples to train on")
     hook = load_function(getattr(args, "custom_convert_samples_to_train_data_path", None))
     if hook is not None:
-        data = dict(hook(args, samples))
+        with UserCode("conversion", hook, f"a batch of {len(samples)} samples"):
+            data = dict(hook(args, samples))
         _check_custom(data)
         data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
         data.setdefault("raw_reward", list(data["rewards"]))

@@ -28,11 +28,12 @@ from miles.rollout.generate_utils.generate_endpoint_utils import ensure_routing_
 from miles.rollout.inference_rollout.compatibility import SampleName, load_generate_function
 from miles.rollout.inference_rollout.deadlines import DeadlineConfig, GroupClock
 from miles.rollout.inference_rollout.notices import Notices
-from miles.rollout.inference_rollout.sample_failures import members, too_stale
-from miles.rollout.inference_rollout.sample_run import SampleRun, count_missing_rewards, is_aborted, reward_in_time
+from miles.rollout.inference_rollout.sample_failures import is_aborted, members, too_stale
+from miles.rollout.inference_rollout.sample_run import SampleRun, count_missing_rewards, reward_in_time
 from miles.rollout.inference_rollout.sibling_tasks import gather_or_cancel
 from miles.rollout.rm_hub import batched_async_rm
 from miles.utils.timeline import BusyIntervals
+from miles.utils.turns import Turns
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class GenerateState:
         self.generate_function: Any = custom or single_turn.generate
         self.aborted = False
         self.busy = BusyIntervals()
+        self.starts = Turns()  # of groups, and of attempts at samples
         self.deadlines = DeadlineConfig.from_args(args)
         self.sample_max_retries: int = getattr(args, "sample_max_retries", 0)
         self.max_weight_staleness: int | None = getattr(args, "max_weight_staleness", None)
@@ -238,6 +240,8 @@ class _GroupRun:
 
     async def _answer(self) -> list[Sample]:
         state = self._state
+        if not state.starts.take():
+            await state.starts.wait()
         for member in self._group:
             for sample in members(member):
                 ensure_routing_key(state.args, sample)

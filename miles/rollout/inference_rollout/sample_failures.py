@@ -39,7 +39,16 @@ def members(generated: Sample | list[Sample]) -> list[Sample]:
 
 def is_unanswered(generated: Sample | list[Sample]) -> bool:
     """Whether a sample of these was aborted or failed."""
-    return any(sample.status in _UNANSWERED for sample in members(generated))
+    if isinstance(generated, Sample):
+        return generated.status in _UNANSWERED
+    return any(sample.status in _UNANSWERED for sample in generated)
+
+
+def is_aborted(generated: Sample | list[Sample]) -> bool:
+    """Whether a sample of these was aborted: such an answer is not rewarded."""
+    if isinstance(generated, Sample):
+        return generated.status is Sample.Status.ABORTED
+    return any(sample.status is Sample.Status.ABORTED for sample in generated)
 
 
 def mark_aborted(generated: Sample | list[Sample]) -> Sample | list[Sample]:

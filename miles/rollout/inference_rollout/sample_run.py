@@ -21,6 +21,7 @@ from miles.rollout.generate_utils.request_ids import request_ids
 from miles.rollout.inference_rollout.compatibility import SampleName, call_generate_function
 from miles.rollout.inference_rollout.engine_aborts import abort_requests
 from miles.rollout.inference_rollout.sample_failures import (
+    is_aborted,
     is_transport_failure,
     is_unanswered,
     mark_aborted,
@@ -128,6 +129,8 @@ class SampleRun:
     async def _attempt(self) -> Generated | BaseException:
         """One answer, or the transport failure or deadline that stood in its way: the one place that makes it data."""
         state = self._state
+        if not state.starts.take():
+            await state.starts.wait()
         async with state.generate_fn_semaphore:
             if state.aborted:
                 self._sample.status = Sample.Status.ABORTED
@@ -220,8 +223,3 @@ def count_missing_rewards(state: GenerateState, samples: list[Sample], *, evalua
             state.notices.note(f"{SampleName(sample)} is not trained on", f"{sample.metadata[MISSING_REWARD]} had none")
             if evaluation:
                 sample.reward = None
-
-
-def is_aborted(generated: Generated) -> bool:
-    """Whether a sample of these was aborted: such an answer is not rewarded."""
-    return any(member.status is Sample.Status.ABORTED for member in members(generated))

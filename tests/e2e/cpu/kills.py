@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 VICTIMS = ("driver", "rollout_manager", "trainer-0", "engine-0")
 MOMENTS = ("save", "update", "train", "anytime")
-PROMPTS, BATCH, SAMPLES = 96, 4, 4
+PROMPTS, BATCH, SAMPLES = 192, 4, 4
 STEPS = PROMPTS // BATCH
 POLL_SECS = 0.002
 MOMENT_SECS = 120
-END_SECS = 30
+END_SECS = 60
 
 FLAGS = f"""
     --data-source-path tests.e2e.cpu.resume_plugins.OneEpoch
@@ -51,7 +51,7 @@ class Kill:
     @staticmethod
     def draw(rng: random.Random, victim: str | None = None, moment: str | None = None) -> Kill:
         victim, moment = victim or rng.choice(VICTIMS), moment or rng.choice(MOMENTS)
-        longest = 1.0 if moment == "anytime" else 0.03
+        longest = {"save": 0.02, "update": 0.008, "train": 0.03, "anytime": 1.0}[moment]  # as long as they last
         return Kill(victim, moment, steps=rng.randint(1, 4), delay=round(rng.uniform(0.0, longest), 4))
 
 
@@ -93,13 +93,12 @@ class Epoch:
         run = self.start()
         try:
             watch = _Watch(run, self.save, ignored=parts)
-            if not watch.wait_for(kill):
+            came = watch.wait_for(kill)
+            in_moment = came and watch.is_on(kill.moment)
+            if not came or not _kill(run.pids()[kill.victim]):
                 finished = run.finish()
                 assert finished.exit_code == 0, finished.output
                 return None
-            pid = run.pids()[kill.victim]
-            in_moment = watch.is_on(kill.moment)
-            os.kill(pid, signal.SIGKILL)
             run_dir = run.run_dir
             if kill.victim == "driver":
                 run.reap()
@@ -153,6 +152,15 @@ class Epoch:
 
     def _unpublished(self) -> set[str]:
         return _unpublished(self.save)
+
+
+def _kill(pid: int) -> bool:
+    """False where there is no such process: the run is complete and is ending its processes."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 class _Watch:

@@ -51,8 +51,9 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 class RunningRun:
     """A run that is under way. `finish` must be called."""
 
-    def __init__(self, process: subprocess.Popen[str], runs_dir: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], runs_dir: Path, timeout_secs: float = TIMEOUT_SECS) -> None:
         self._process = process
+        self._timeout_secs = timeout_secs
         self._runs_dir = runs_dir
         self._seen: set[psutil.Process] = set()
 
@@ -107,8 +108,9 @@ class RunningRun:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def finish(self, timeout_secs: float = TIMEOUT_SECS) -> FinishedRun:
+    def finish(self, timeout_secs: float | None = None) -> FinishedRun:
         """Wait for the end; the run is killed where it takes longer."""
+        timeout_secs = self._timeout_secs if timeout_secs is None else timeout_secs
         try:
             output, _ = self._process.communicate(timeout=timeout_secs)
         except subprocess.TimeoutExpired:
@@ -121,7 +123,7 @@ class RunningRun:
         return FinishedRun(run_dirs[0] if run_dirs else self._runs_dir, self._process.returncode, output)
 
     def _wait_until(self, condition: Any) -> None:
-        deadline = time.monotonic() + TIMEOUT_SECS
+        deadline = time.monotonic() + self._timeout_secs
         while True:
             try:
                 if condition():
@@ -131,15 +133,16 @@ class RunningRun:
             if self._process.poll() is not None:
                 raise AssertionError(f"the run ended early and printed:\n{self._process.communicate()[0]}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"not reached within {TIMEOUT_SECS} s")
+                raise AssertionError(f"not reached within {self._timeout_secs} s")
             time.sleep(POLL_SECS)
 
 
 class Launcher:
     """Starts runs that differ in a few flags. Small batches: 4 prompts of 4 samples."""
 
-    def __init__(self, root: Path, data: Path) -> None:
+    def __init__(self, root: Path, data: Path, timeout_secs: float = TIMEOUT_SECS) -> None:
         self.root = root
+        self._timeout_secs = timeout_secs
         self.data = data
         self._count = 0
 
@@ -157,7 +160,7 @@ class Launcher:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        return RunningRun(process, runs_dir)
+        return RunningRun(process, runs_dir, self._timeout_secs)
 
     def run(self, *flags: str, driver: str = "train_async.py", fully_async: bool = True) -> FinishedRun:
         """A whole run; fails the test where it fails."""

@@ -22,6 +22,7 @@ from tests.e2e.cpu.kills import MOMENTS, VICTIMS, Epoch, Kill
 from tests.e2e.cpu.runs import Launcher
 
 RESULTS = "results.jsonl"
+RUN_SECS = 400  # a soak may share its machine
 
 
 def main() -> int:
@@ -71,7 +72,7 @@ def play(seed: int, out: Path, data: Path) -> dict[str, Any]:
     directory.mkdir(parents=True)
     rng = random.Random(seed)
     victims = rng.sample(VICTIMS, len(VICTIMS))
-    epoch = Epoch(Launcher(directory, data), directory / "checkpoints")
+    epoch = Epoch(Launcher(directory, data, timeout_secs=RUN_SECS), directory / "checkpoints")
     started, error = time.monotonic(), ""
     try:
         for victim in victims:

@@ -6,6 +6,8 @@ Time is virtual: generation takes exactly as long as the schedule says.
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -298,6 +300,17 @@ async def test_staleness_is_split_where_only_the_engines_tell_their_version(monk
 def test_a_step_that_never_began_reports_zeros(monkeypatch):
     fn = build(monkeypatch)
     assert fn._activity.metrics(5.0)[PREFIX + "generation_idle_fraction"] == 0
+
+
+def test_every_key_is_in_the_guide():
+    page = (Path(__file__).parents[3] / "docs" / "user-guide" / "fully-async.md").read_text()
+    written = set(re.findall(r"`([a-z_{},<>0-9]+)`", page))
+    for key in list(written):
+        for choices in re.findall(r"{.+?}", key):
+            written |= {key.replace(choices, choice) for choice in choices.strip("{}").split(",")}
+    by_reason = re.compile(r"^(groups_recycled|groups_dropped|tokens_wasted)_.*")
+    assert {by_reason.sub(r"\1_<reason>", key) for key in FIXED | BY_DRIVER} <= written
+    assert {*RECYCLE_REASONS, *DROP_REASONS} <= written
 
 
 def test_the_trainer_is_idle_while_it_neither_trains_nor_publishes_nor_saves():

@@ -42,6 +42,7 @@ class CommandLine:
         checkpoint.mkdir()
         (checkpoint / "config.json").write_text(json.dumps(HF_CONFIG))
         (checkpoint / "tokenizer.json").write_text("{}")
+        (checkpoint / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         prompts = directory / "prompts.jsonl"
         prompts.write_text('{"input": "1+1=", "label": "2"}\n')
         return CommandLine(directory, checkpoint, prompts)

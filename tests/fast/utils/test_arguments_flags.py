@@ -342,6 +342,27 @@ def test_an_unknown_flag_gets_close_matches(command_line: CommandLine):
         command_line.parse("--rollout-batchsize", "4")
 
 
+@pytest.mark.parametrize(
+    ("unknown", "hint"),
+    [
+        ("--lr-rate", "did you mean --lr?"),
+        ("--rollout-batch", "did you mean --rollout-batch-size?"),
+        ("--colocat", "see --help for the flags that exist"),  # --colocate is known, but not available
+        ("--sglang-foo", "see --help for the flags that exist"),
+    ],
+)
+def test_what_is_suggested_for_an_unknown_flag(unknown: str, hint: str, command_line: CommandLine):
+    with pytest.raises(ValueError) as error:
+        command_line.parse(unknown, "1")
+    assert str(error.value) == f"unknown flag {unknown}; {hint}"
+
+
+def test_a_missing_flag_is_called_required_once(command_line: CommandLine):
+    with pytest.raises(ValueError) as error:
+        command_line.parse(without=("--rollout-batch-size",))
+    assert str(error.value) == "--rollout-batch-size is required: Prompts of one rollout"
+
+
 def test_every_unknown_and_missing_flag_is_named(command_line: CommandLine):
     with pytest.raises(ValueError) as error:
         command_line.parse("--quux", "4", "--foobar=3", without=("--rollout-batch-size",))

@@ -50,6 +50,16 @@ class TestCheckpoint:
         (command_line.checkpoint / "tokenizer.json").unlink()
         assert "has no tokenizer (none of tokenizer.json" in refused(command_line)
 
+    def test_needs_weights(self, command_line: CommandLine):
+        (command_line.checkpoint / "model.safetensors").unlink()
+        message = refused(command_line, "--check-config")
+        assert message.startswith("--hf-checkpoint: ")
+        assert "has no model.safetensors and no model.safetensors.index.json" in message
+
+    def test_needs_whole_weights(self, command_line: CommandLine):
+        (command_line.checkpoint / "model.safetensors").write_bytes(b"")
+        assert "is not a safetensors file, or was cut off (0 bytes)" in refused(command_line)
+
     def test_must_be_a_model_that_can_be_built(self, command_line: CommandLine):
         (command_line.checkpoint / "config.json").write_text(json.dumps({**HF_CONFIG, "model_type": "qwen3_moe"}))
         assert "'qwen3_moe' is not supported; supported: qwen3" in refused(command_line)
@@ -299,6 +309,7 @@ class TestConfigFile:
             ("rollout_batch_size: true", "must be an integer, got True"),
             ("rollout_batch_size:", "must be an integer, got None"),
             ("lr: fast", "lr (--lr) must be a number, got 'fast'"),
+            ("lr: .inf", "--lr must be a finite number, got inf"),
             ("use_tis: 1", "use_tis (--use-tis) must be true or false, got 1"),
             ("rollout_stop: end", "rollout_stop (--rollout-stop) must be a list, got 'end'"),
             ("rollout_stop: [1]", "must be text, got 1"),
@@ -322,17 +333,32 @@ class TestConfigFile:
 
 
 class TestCheckConfig:
+    def printed(self, command_line: CommandLine, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            command_line.parse(*flags)
+        assert end.value.code == 0
+        return capsys.readouterr().out
+
     def test_prints_the_resolved_configuration_and_exits(
         self, command_line: CommandLine, capsys: pytest.CaptureFixture[str]
     ):
-        with pytest.raises(SystemExit) as end:
-            command_line.parse("--check-config", "--fully-async")
-        assert end.value.code == 0
-        out = capsys.readouterr().out
+        out = self.printed(command_line, capsys, "--check-config", "--fully-async", "--lr", "1e-6")
         config = yaml.safe_load(out)
         assert list(config) == sorted(config)
         assert config["global_batch_size"] == 16
         assert config["rollout_function_path"].endswith("FullyAsyncRolloutFn")
+        assert config["lr"] == 1e-6, "given, although it is the default"
+        assert out.splitlines()[-1] == "# OK: a run would start"
+
+    def test_leaves_out_what_has_its_default(self, command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
+        config = yaml.safe_load(self.printed(command_line, capsys, "--check-config"))
+        assert len(config) < 30
+        assert {"run_dir", "check_config", "sglang_mem_fraction_static", "lora_rank"} & set(config) == set()
+
+    def test_prints_everything_on_demand(self, command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
+        out = self.printed(command_line, capsys, "--check-config", "all")
+        assert {"run_dir", "sglang_mem_fraction_static", "lora_rank"} <= set(yaml.safe_load(out))
+        assert out.splitlines()[-1] == "# OK: a run would start"
 
     def test_keeps_secrets(self, command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
         with pytest.raises(SystemExit):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from miles.utils.arguments import parse_or_exit
 
 if TYPE_CHECKING:
+    from miles.utils.flag_parser import FlagParser
     from tests.fast.utils.command_lines import CommandLine
 
 # The base command line: 4 prompts x 4 samples on 2 data-parallel ranks.
@@ -50,6 +51,7 @@ def test_batch_and_steps_follow_from_each_other(flags: list[str], batch: int, st
             "--use-dynamic-global-batch-size makes one step of a rollout, but --num-steps-per-rollout is 2",
         ),
         (["--rollout-batch-size", "0"], "--rollout-batch-size must be greater than 0, got 0"),
+        (["--actor-num-gpus-per-node", "0"], "--actor-num-gpus-per-node must be greater than 0, got 0"),
         (["--n-samples-per-prompt", "-1"], "--n-samples-per-prompt must be greater than 0, got -1"),
         (["--over-sampling-batch-size", "3"], "(3) must be at least --rollout-batch-size (4)"),
         (
@@ -60,6 +62,19 @@ def test_batch_and_steps_follow_from_each_other(flags: list[str], batch: int, st
         (
             ["--fully-async", "--async-data-buffer-capacity-factor", "0"],
             "--async-data-buffer-capacity-factor must be greater than 0, got 0.0",
+        ),
+        (
+            ["--fully-async", "--async-data-buffer-capacity-factor", "1e308"],
+            "--async-data-buffer-capacity-factor 1e+308 x --rollout-batch-size 4 is too large",
+        ),
+        (
+            ["--rollout-max-context-len", "5", "--rollout-max-response-len", "12"],
+            "--rollout-max-response-len (12) must not be greater than --rollout-max-context-len (5)",
+        ),
+        (["--eval-max-context-len", "0"], "--eval-max-context-len must be greater than 0, got 0"),
+        (
+            ["--eval-max-context-len", "5", "--eval-max-prompt-len", "5"],
+            "--eval-max-prompt-len (5) must be less than --eval-max-context-len (5)",
         ),
         (
             ["--rollout-num-gpus", "3", "--rollout-num-gpus-per-engine", "2"],
@@ -109,7 +124,10 @@ def test_the_length_of_the_run_is_required(command_line: CommandLine):
         (["--eps-clip-c", "1"], "--eps-clip-c must be greater than 1, got 1.0"),
         (["--use-tis", "--tis-clip-low", "3"], "--tis-clip-low (3.0) must not be above --tis-clip (2.0)"),
         (["--gamma", "1.5"], "--gamma must be between 0 and 1, got 1.5"),
-        (["--use-kl-loss", "--ref-load", "elsewhere"], "--ref-load: 'elsewhere' is not a directory"),
+        (
+            ["--use-kl-loss", "--ref-load", "Qwen3-4B_torch_dist"],
+            "--ref-load: 'Qwen3-4B_torch_dist' is not a directory; it must be a Hugging Face checkpoint directory",
+        ),
         (["--min-lr", "1"], "--min-lr (1.0) must not be above --lr"),
         (["--lr", "-1"], "--lr must be at least 0, got -1.0"),
         (["--adam-beta2", "1"], "--adam-beta2 must be in [0, 1), got 1.0"),
@@ -225,6 +243,10 @@ def test_each_run_gets_its_own_directory(command_line: CommandLine):
         (["--ref-load", "elsewhere"], "--ref-load has no effect without --use-kl-loss"),
         (["--num-epoch", "3"], "--num-epoch has no effect: --num-rollout is given"),
         (["--max-tokens-per-gpu", "64"], "have no effect without --use-dynamic-batch-size"),
+        (
+            ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "4"],
+            "--max-tokens-per-gpu 4 is less than one answer may have (--rollout-max-response-len 16)",
+        ),
         (["--lr-decay-style", "constant", "--min-lr", "0"], "have no effect with --lr-decay-style constant"),
         (["--wandb-group", "mine"], "no effect without --use-wandb: --wandb-group"),
         (["--n-samples-per-prompt", "1"], "so nothing is learned"),
@@ -233,7 +255,6 @@ def test_each_run_gets_its_own_directory(command_line: CommandLine):
         (["--moe-permute-fusion"], "--moe-permute-fusion has no effect here because dense models have no experts"),
         (["--attention-backend", "flash"], "--attention-backend has no effect here because"),
         (["--router-retry-max-retries", "2"], "no effect, since miles' own client decides"),
-        (["--save", "new"], "without --save-interval or --save-trigger-sentinel"),
         (
             ["--sglang-mem-fraction-static", "0.8", "--sglang-cuda-graph-bs", "1", "2"],
             "no effect with --rollout-engine embedded, which is not SGLang: --sglang-cuda-graph-bs, "
@@ -312,3 +333,91 @@ def test_mistakes_end_a_driver_with_one_message_and_status_2(
     error = capsys.readouterr().err
     assert "error: --rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 samples do not divide" in error
     assert len(error.splitlines()) == 1
+
+
+def lines_of(command_line: CommandLine, *flags: str, **options: Any) -> list[str]:
+    """The lines of the message with which the command line is refused."""
+    with pytest.raises(ValueError) as error:
+        command_line.parse(*flags, **options)
+    return str(error.value).splitlines()
+
+
+def test_independent_mistakes_are_reported_together(command_line: CommandLine):
+    lines = lines_of(
+        command_line,
+        *("--fully-async", "--partial-rollout", "--rollout-all-samples-process-path", "json.dumps"),
+        *("--lora-rank", "8", "--tensor-model-parallel-size", "4"),
+        *(
+            "--global-batch-size",
+            "6",
+            "--min-lr",
+            "1",
+            "--update-weights-interval",
+            "0",
+            "--custom-rm-path",
+            "no.where",
+        ),
+    )
+    starts = (
+        "--fully-async does not go together with --partial-rollout:",
+        "--fully-async does not go together with --rollout-all-samples-process-path:",
+        "--lora-rank is not available:",
+        "--tensor-model-parallel-size 4 is not available:",
+        "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 samples do not divide",
+        "--min-lr (1.0) must not be above --lr",
+        "--update-weights-interval must be greater than 0",
+        "--custom-rm-path: 'no.where'",
+    )
+    assert len(lines) == len(starts)
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start)
+
+
+def test_a_refused_value_causes_no_further_mistakes(command_line: CommandLine):
+    # Two ranks do not divide among four, but that is not what the user has to change.
+    assert len(lines_of(command_line, "--tensor-model-parallel-size", "4")) == 1
+    assert len(lines_of(command_line, "--rollout-engine", "sglang")) == 1
+
+
+def test_a_conflict_is_not_reported_again_as_refused(command_line: CommandLine):
+    (line,) = lines_of(command_line, "--fully-async", "--colocate")
+    assert line.startswith("--fully-async does not go together with --colocate")
+
+
+def test_refused_flags_are_reported_with_unknown_and_missing_ones(command_line: CommandLine):
+    lines = lines_of(command_line, "--quux", "1", "--lora-rank", "8", without=("--rollout-batch-size",))
+    assert [line.split(";")[0].split(":")[0] for line in lines] == [
+        "unknown flag --quux",
+        "--rollout-batch-size is required",
+        "--lora-rank is not available",
+    ]
+
+
+@pytest.mark.parametrize(("value", "shown"), [(None, "is not set"), ("0", "is '0', which switches it off")])
+def test_the_missing_environment_variable_is_told_from_one_that_is_off(
+    value: str | None, shown: str, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("MILES_EXPERIMENTAL_ROLLOUT_REFACTOR")
+    if value is not None:
+        monkeypatch.setenv("MILES_EXPERIMENTAL_ROLLOUT_REFACTOR", value)
+    (line,) = lines_of(command_line, "--fully-async")
+    assert f"MILES_EXPERIMENTAL_ROLLOUT_REFACTOR {shown}. Instead:" in line
+
+
+@pytest.mark.parametrize("flags", [["--eval-max-context-len", "5"], ["--rollout-max-context-len", "16"]])
+def test_an_evaluation_answer_fits_into_its_context(flags: list[str], command_line: CommandLine):
+    evaluate = [*flags, "--eval-prompt-data", "a", str(command_line.prompts)]
+    assert command_line.parse(*evaluate).eval_datasets[0].max_response_len == 16, "training's limit is cut, not refused"
+    with pytest.raises(ValueError, match=rf"data set a: max_response_len \(17\) must not be greater than {flags[0]}"):
+        command_line.parse(*evaluate, "--eval-max-response-len", "17")
+
+
+def test_every_float_flag_must_be_finite(command_line: CommandLine, parser: FlagParser):
+    dests = parser.float_dests()
+    assert {"lr", "async_data_buffer_capacity_factor", "eval_temperature", "http_timeout_secs"} <= set(dests)
+    for dest in dests:
+        flag = next(a.option_strings[0] for a in parser.actions() if a.dest == dest)
+        for value in ("inf", "-inf", "nan"):
+            (line,) = lines_of(command_line, f"{flag}={value}")
+            finite = f"--{dest.replace('_', '-')} must be a finite number, got {value}"
+            assert line == finite or line.startswith((f"{flag} is not available", f"{flag} {value} is not available"))

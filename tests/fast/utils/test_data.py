@@ -101,9 +101,33 @@ def test_a_bad_file_is_named_with_line_and_key(write, text, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("templated", [False, True])
+@pytest.mark.parametrize("prompt", ["", "\u200b" * 50])
+def test_a_prompt_without_tokens_is_named_with_its_line(write, prompt, templated):
+    class Picky(CharTokenizer):
+        def encode(self, text, add_special_tokens=True):
+            return [ord(c) for c in text if c.isascii()]
+
+        def apply_chat_template(self, messages, **keywords):
+            return messages[0]["content"]
+
+    path = write([{"input": "A"}, {"input": "\u200b" * 50 + "A"}, {"input": prompt}])
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 3: 'input' has no tokens: '"):
+        Dataset(path, Picky(), apply_chat_template=templated)
+    assert len(Dataset(path + "@[:2]", Picky(), apply_chat_template=templated)) == 2
+
+
 def test_a_missing_label_is_named(write):
     with pytest.raises(ValueError, match="line 2: has no key 'label', it has input"):
         dataset(write([{"input": "A", "label": 1}, {"input": "B"}]), label_key="label")
+
+
+def test_a_missing_chat_template_names_the_flag_that_gives_one(write):
+    class Bare:
+        chat_template = None
+
+    with pytest.raises(ValueError, match=r"line 1: --apply-chat-template: .* no chat template.*--chat-template-path"):
+        Dataset(write([{"input": "A"}]), Bare(), apply_chat_template=True)
 
 
 def test_a_failing_chat_template_is_named_with_its_line(write):

@@ -104,3 +104,11 @@ def test_the_cache_key_is_what_decides_the_prompts():
     assert base.cache_key == EvalDatasetConfig("a", "p", temperature=0.0, rm_type="f1").cache_key
     assert base.cache_key != EvalDatasetConfig("a", "p", input_key="q").cache_key
     assert hash(base.cache_key) is not None
+
+
+@pytest.mark.parametrize(("value", "shown"), [(".inf", "inf"), (".nan", "nan"), ("hot", "'hot'"), ("true", "True")])
+@pytest.mark.parametrize("key", ["temperature", "top_p"])
+def test_numbers_are_finite(config_file, key, value, shown):
+    path = config_file(f"datasets: [{{name: a, path: a.jsonl, {key}: {value}}}]")
+    with pytest.raises(ValueError, match=f"evaluation data set a: {key} must be a finite number, got {shown}"):
+        resolve(eval_config=path)

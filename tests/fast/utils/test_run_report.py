@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from miles.utils.run_picture import running_mean, zoom_window
+from miles.utils.run_picture import draw_step_time, running_mean, zoom_window
 from miles.utils.run_report import (
     format_summary,
     loop_window,
     main,
     read_json_lines,
     read_metrics,
+    report_of_stopped_run,
     summarize,
     write_report,
 )
@@ -138,6 +142,15 @@ def test_report_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert text in capsys.readouterr().out and (run_dir / "summary.json").exists()
 
 
+def test_without_a_home_directory_the_report_says_nothing_more(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps=3)
+    environment = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
+    environment |= {"HOME": "/dev/null/home", "XDG_CACHE_HOME": "/dev/null/cache", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "miles.utils.run_report", str(run_dir)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_run_of_one_step_without_a_timeline_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "time": 0, "train/loss": 1.0}\n')
     summary = write_report(tmp_path)
@@ -161,6 +174,27 @@ def test_a_directory_without_a_run_is_one_clear_message(tmp_path: Path, capsys: 
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="ended before its first step"):
         read_metrics(tmp_path)
+
+
+def test_a_stopped_run_has_a_report_of_what_it_did(tmp_path: Path) -> None:
+    assert report_of_stopped_run(tmp_path) == "", "no step was finished"
+    run_dir = write_run(tmp_path / "run", steps=3)
+    assert str(run_dir / "report.png") in report_of_stopped_run(run_dir)
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
+
+
+def test_the_legend_of_step_times_lies_beside_the_data(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    draw_step_time(axes, read_metrics(write_run(tmp_path, steps=20))[1:])
+    figure.draw_without_rendering()
+    legend = axes.get_legend()
+    assert legend is not None
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_the_detailed_timeline_shows_a_dozen_steps_from_the_middle() -> None:

@@ -8,16 +8,14 @@ import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from miles.utils.tracking import Tracker, git_commit, resolved_config, tensorboard_dir, write_run_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from miles.utils.tracking import JsonLinesSink, Tracker, git_commit, resolved_config, tensorboard_dir, write_run_config
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -41,7 +39,23 @@ def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     tracker = Tracker(Namespace(), tmp_path)
     tracker.log({"a": float("nan"), "b": float("inf"), "c": 1.0}, step=0)
     tracker.close()
-    assert rows(tmp_path)[0] | {"time": 0} == {"step": 0, "time": 0, "a": None, "b": None, "c": 1.0}
+    assert rows(tmp_path)[0] | {"time": 0} == {
+        "step": 0,
+        "event": "step",
+        "time": 0,
+        "a": None,
+        "b": None,
+        "c": 1.0,
+    }
+
+
+def test_an_evaluation_on_its_own_is_told_from_a_step(tmp_path: Path) -> None:
+    tracker = Tracker(Namespace(), tmp_path)
+    tracker.log({"eval/sort": 0.3, "perf/eval_time": 1.0}, step=0)
+    tracker.log({"train/loss": 0.1, "rollout/raw_reward": 0.3}, step=0)
+    tracker.log({"train/loss": 0.1, "eval/sort": 0.4}, step=1)
+    tracker.close()
+    assert [(row["step"], row["event"]) for row in rows(tmp_path)] == [(0, "eval"), (0, "step"), (1, "step")]
 
 
 def test_a_metric_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
@@ -140,7 +154,7 @@ def test_wandb_runs_are_named_after_the_run_directory_or_exactly_as_asked(
 
 def test_without_wandb_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"--use-wandb.*pip install 'miles\[wandb\]'"):
+    with pytest.raises(ValueError, match=r"--use-wandb.*pip install -e '\.\[wandb\]'"):
         Tracker(Namespace(use_wandb=True), tmp_path)
 
 
@@ -188,3 +202,10 @@ def test_the_commit_is_none_outside_a_repository_and_marked_when_dirty(tmp_path:
     assert clean is not None and len(clean) == 40
     (tmp_path / "file").write_text("2")
     assert git_commit(tmp_path) == f"{clean}-dirty"
+
+
+def test_a_full_disk_names_the_file() -> None:
+    sink = JsonLinesSink(Path("/dev/full"))
+    for write in (lambda: sink.log({"a": 1.0}, step=0), sink.close):
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            write()

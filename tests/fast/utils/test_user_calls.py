@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import threading
 
 import pytest
@@ -192,6 +193,16 @@ async def test_an_error_keeps_its_identity_and_gets_a_note():
     assert len(error.__notes__) == 1
     assert "reward function" in error.__notes__[0]
     assert "test_user_calls.thread_name, called for sample 3, raised this" in error.__notes__[0]
+
+
+async def test_the_note_names_the_line_of_the_users_own_file():
+    def broken(text: str) -> float:
+        return json.loads(text)  # raises in another file
+
+    with pytest.raises(ValueError) as raised, UserCode("reward function", broken, "sample 3"):
+        await call_user(broken, "{")
+    line = broken.__code__.co_firstlineno + 1
+    assert raised.value.__notes__[0].endswith(f"raised this at tests/fast/utils/test_user_calls.py:{line}")
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), StopIteration(1), SystemExit(0)])

@@ -91,7 +91,7 @@ def test_penalties_change_the_logits_of_tokens_in_the_output() -> None:
     assert logprobs == pytest.approx([torch.log_softmax(expected, 0)[1].item()], abs=1e-5)
 
 
-def test_no_end_token_before_min_new_tokens() -> None:
+def test_no_end_token_before_min_new_tokens_and_logprobs_of_the_whole_distribution() -> None:
     requests = [
         make_request([2], f"r{i}", seed=i, min_new_tokens=2, max_new_tokens=5, end_ids=frozenset({1, 999}))
         for i in range(200)
@@ -101,10 +101,16 @@ def test_no_end_token_before_min_new_tokens() -> None:
     for length in range(3):
         tokens, logprobs = sampler.sample(logits)
         assert (1 in tokens) == (length == 2)
-        if length < 2:
-            assert logprobs[0] == pytest.approx(math.log(PROBS[tokens[0]].item() / 0.6), abs=1e-5)
+        assert logprobs == pytest.approx([math.log(PROBS[token].item()) for token in tokens], abs=1e-5)
         for request, token in zip(requests, tokens, strict=True):
             grow(request, [token])
+
+
+def test_top_p_before_min_new_tokens_counts_what_may_be_drawn() -> None:
+    # Without token 1 (0.4), the others' probabilities are 0.083, 0.417, 0.167, 0.333: the largest two make 0.75.
+    counts, drawn = draw(top_p=0.7, min_new_tokens=1, end_ids=frozenset({1}))
+    assert_frequencies(counts, {2: 5 / 9, 4: 4 / 9})
+    assert all(logprob == pytest.approx(math.log(PROBS[token].item()), abs=1e-5) for token, logprob in drawn)
 
 
 def test_a_token_of_probability_0_is_never_drawn() -> None:

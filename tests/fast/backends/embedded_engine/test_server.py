@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -278,6 +279,35 @@ async def test_a_client_that_hangs_up_a_stream_frees_its_place(client: Client) -
     await response.content.readline()
     response.close()
     await client.until(lambda state: state["num_running_reqs"] == client.service.frontend.num_active == 0)
+
+
+async def test_a_client_that_hangs_up_while_a_chunk_is_written_leaves_no_traceback(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = web.StreamResponse.write
+
+    async def hang_up_and_write(response: web.StreamResponse, data: Any) -> None:
+        assert response._req is not None and response._req.transport is not None
+        response._req.transport.abort()  # this write notices it, before the handler is cancelled
+        await write(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", hang_up_and_write)
+    with pytest.raises(aiohttp.ClientError):
+        await client.generate(stream=True)
+    monkeypatch.undo()
+    await client.until(lambda state: state["num_running_reqs"] == client.service.frontend.num_active == 0)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_a_reset_connection_that_is_not_the_clients_is_500_and_logged(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ConnectionResetError("somebody else's")
+
+    monkeypatch.setattr(client.service.frontend, "submit", fail)
+    assert (await client.post("/generate", {"input_ids": PROMPT}))[0] == 500
+    assert "POST /generate failed" in caplog.text
 
 
 async def test_health_answers_at_once_while_paused_and_health_generate_times_out(client: Client) -> None:

@@ -66,6 +66,22 @@ def test_a_directory_that_lacks_weights_is_refused(receiver: WeightReceiver, tmp
         receiver.read_directory(write_checkpoint(tmp_path, new))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64, torch.float64])
+def test_a_directory_with_another_type_is_refused(receiver: WeightReceiver, tmp_path: Path, dtype: torch.dtype) -> None:
+    wrong = {"b.weight": torch.zeros(5, dtype=dtype)}
+    with pytest.raises(ControlError, match=r"b.weight must be of dtype float16, bfloat16, float32, got"):
+        receiver.read_directory(write_checkpoint(tmp_path, tensors(1) | wrong))
+
+
+def test_a_directory_is_not_read_within_a_bracket(receiver: WeightReceiver, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, tensors(1))
+    receiver.begin("all")
+    with pytest.raises(ControlError, match="must not run between begin_weight_update"):
+        receiver.read_directory(directory)
+    receiver.end()
+    assert receiver.read_directory(directory).tensors
+
+
 def test_tied_weights_may_come_under_either_name(tmp_path: Path) -> None:
     shared = torch.zeros(3, 4)
     receiver = WeightReceiver({"embed.weight": shared, "head.weight": shared}, timeout=10)
@@ -101,7 +117,8 @@ def test_unknown_groups_cannot_be_destroyed(receiver: WeightReceiver) -> None:
 def test_specs_are_parsed() -> None:
     assert parse_specs(["a"], ["bfloat16"], [[2, 3]]) == [TensorSpec("a", torch.bfloat16, (2, 3))]
     assert parse_specs(["a"], ["torch.float32"], [[]])[0].nbytes == 4
-    with pytest.raises(ControlError, match="'nn' is not a torch dtype"):
-        parse_specs(["a"], ["nn"], [[2]])
+    for dtype in ("nn", "bool", "int64", "complex64", "torch.float64", "uint8"):
+        with pytest.raises(ControlError, match=f"dtypes must be float16, bfloat16, float32, got '{dtype}'"):
+            parse_specs(["a"], [dtype], [[2]])
     with pytest.raises(ControlError, match="equally long, got 1, 2 and 1"):
         parse_specs(["a"], ["float32", "float32"], [[2]])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from miles.backends.megatron_utils.safetensors_io import SafetensorsReader, write_sharded
+from miles.backends.megatron_utils.safetensors_io import SafetensorsReader, write_file, write_sharded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,3 +46,8 @@ def test_a_truncated_file_is_a_clear_error(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         SafetensorsReader(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"nowhere/a\.safetensors cannot be written"):
+        write_file({"a": torch.zeros(2)}, tmp_path / "nowhere" / "a.safetensors")

@@ -1,0 +1,284 @@
+"""One simulated training process, from its start to its end, its crash or its kill.
+
+update weights, then for each step: drain -> train -> acknowledge -> save -> update weights -> evaluate
+                                      ^       |
+                                      +-------+ a failed step gives its batch back and is done again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import miles.rollout.fully_async_rollout as heart
+from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnTrainInput
+from miles.sim.faults import FaultBook, Misbehaved
+from miles.sim.plugins import FilterFailed
+from miles.sim.schedule import Fault, FaultKind, Schedule
+from miles.sim.source import MemoryDataset, SimulatedDataSource
+from miles.sim.trace import Trace, Violation
+from miles.sim.transitions import Transitions
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from miles.sim.engines import EnginePool
+    from miles.sim.observer import Books, Observer
+
+DRAIN_SECONDS = 2000.0
+"""No batch may take longer, whatever goes wrong."""
+
+EVAL_SECONDS = 2.0
+WEATHER = "weather"
+"""The name of the one task that outlives a process."""
+
+
+class Ending(Enum):
+    FINISHED = "finished"
+    CRASHED = "crashed"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True)
+class Save:
+    """What a process leaves behind: the trainer's step and version, the rollout's state as text, and the books."""
+
+    step: int
+    version: int
+    rollout: str | None
+    books: Books
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What outlives a process."""
+
+    schedule: Schedule
+    args: Namespace
+    engines: EnginePool
+    faults: FaultBook
+    observer: Observer
+    trace: Trace
+
+
+class Crash(Exception):
+    """A drain has raised the error of user code, as it must."""
+
+
+class TrainingProcess:
+    """A rollout function with its data source, and the trainer's loop around it."""
+
+    def __init__(self, around: Surroundings, save: Save) -> None:
+        self.schedule, self.engines, self.observer = around.schedule, around.engines, around.observer
+        self.faults, self.trace = around.faults, around.trace
+        self.save = save
+        self.step = save.step
+        self._timers: list[asyncio.TimerHandle] = []
+        self._early: asyncio.Task[list[list[Any]]] | None = None
+        self._batch_version = 0  # the version at which the last batch was handed over
+        dataset = MemoryDataset(self.schedule.prompts, self.schedule.seed)
+        self.source = SimulatedDataSource(around.args, dataset, around.faults, around.observer)
+        self.fn = heart.FullyAsyncRolloutFn(RolloutFnConstructorInput(around.args, self.source))
+        self.fn.observers.append(Transitions(around.observer, around.trace))
+        self.observer.go_back_to(save.books)
+        self.engines.versions.current = save.version
+        if save.rollout is not None:
+            self.fn.restore(json.loads(save.rollout))
+        self.trace.add("process starts", "step", self.step)
+
+    # ---- the life of the process
+
+    async def run(self) -> None:
+        """All steps of the run. Raises Crash."""
+        loop = asyncio.get_running_loop()
+        for fault in self.faults.timed:
+            if fault.kind is FaultKind.SAVE_ANY_TIME and fault.at > loop.time() and self.schedule.acknowledges:
+                self._timers.append(loop.call_at(fault.at, self._save_any_time, fault))
+        await self._update_weights()
+        while self.step < self.schedule.steps:
+            await self._one_step()
+
+    async def finish(self) -> None:
+        """Without any more faults: train until every outstanding group is settled and a new one has come."""
+        self.faults.quiet = True
+        self.engines.hurry()
+        books = self.observer.books
+        waiting, first_new = {*books.outstanding, *books.given_back}, books.next_fresh
+        self.trace.add("quiet", len(waiting))
+        steps_left = 20 + 4 * len(waiting) // self.schedule.rollout_batch_size
+        while (left := waiting - books.trained.keys() - books.dropped.keys()) or books.next_fresh == first_new:
+            if steps_left == 0:
+                self.trace.violate(f"lost: groups {sorted(left)} are never trained; {books.next_fresh - first_new} new")
+            steps_left -= 1
+            await self._train(await self._drain(self.step), self.step)
+            self._acknowledge(self.step)
+            self.step += 1
+
+    async def end(self, ending: Ending) -> None:
+        """Close the rollout function; a killed process is no longer observed."""
+        self.trace.add(f"process {ending.value}")
+        for timer in self._timers:
+            timer.cancel()
+        if ending is not Ending.FINISHED:
+            self.source.observer = None
+            if self._early is not None:
+                self._early.cancel()
+                await asyncio.gather(self._early, return_exceptions=True)
+            self.fn.observers.clear()
+        await self.fn.close()
+        left = [
+            t.get_name() for t in asyncio.all_tasks() if t is not asyncio.current_task() and t.get_name() != WEATHER
+        ]
+        if left:
+            self.trace.violate(f"tasks are left behind by close(): {sorted(left)}")
+        await self.fn.close()
+        if self.engines.running:
+            self.trace.violate(f"{self.engines.running} samples are still being generated after close()")
+
+    async def _one_step(self) -> None:
+        step = self.step
+        batch = await self._early_batch(step)
+        batch = await self._drain(step) if batch is None else batch
+        if not await self._train(batch, step):
+            return
+        self._acknowledge(step)
+        self.step += 1
+        if self.schedule.acknowledges and self.step % self.schedule.save_interval == 0:
+            self._save()
+        if self.step % self.schedule.update_interval == 0:
+            if self.schedule.drains_early and self.schedule.acknowledges and self.step < self.schedule.steps:
+                self._early = asyncio.create_task(self._drain(self.step), name="early drain")
+                await asyncio.sleep(0.05)
+            await self._update_weights()
+        await self._evaluate_if_due(step)
+
+    async def _early_batch(self, step: int) -> list[list[Any]] | None:
+        """The batch of the drain that was begun before the weights were updated, unless it was ready before that: then
+        it goes back, because nobody has measured it against the new version."""
+        if self._early is None:
+            return None
+        task, self._early = self._early, None
+        batch = await task
+        if self._batch_version == self.engines.versions.current:
+            return batch
+        self.trace.add("early batch back", step, self.fn.give_back(step))
+        return None
+
+    # ---- its parts
+
+    async def _drain(self, step: int) -> list[list[Any]]:
+        self.trace.add("drain start", step)
+        fault = self.faults.at_step(step, FaultKind.DRAIN_CANCELLED)
+        if fault is not None:
+            try:
+                async with asyncio.timeout(fault.seconds / 4):
+                    return await self._call(step)
+            except TimeoutError:
+                self.trace.add("drain cancelled", step)
+                await asyncio.sleep(fault.seconds / 8)
+        return await self._call(step)
+
+    async def _call(self, step: int) -> list[list[Any]]:
+        began = asyncio.get_running_loop().time()
+        errors_before = [error for at, error in self.observer.errors if at < began]
+        version = self.engines.versions.current_label if self.schedule.passes_version else None
+        input = RolloutFnTrainInput(step, version)  # type: ignore[arg-type]
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS) as limit:
+                output = await self.fn(input)
+        except FilterFailed:
+            self.trace.add("filter failed", step)
+            return await self._call(step)
+        except Violation:
+            raise
+        except Exception as error:  # the one place where the error that must surface is told from any other
+            if limit.expired():
+                self.trace.violate(f"no progress: the drain of step {step} takes over {DRAIN_SECONDS:g} s")
+            self._require_expected(error)
+            raise Crash from error
+        if errors_before:
+            self.trace.violate(
+                f"the drain of step {step} hands over a batch, though before it began {errors_before[0]!r}"
+            )
+        self.trace.add("batch", step)
+        self._batch_version = self.engines.versions.current
+        return output.samples
+
+    def _require_expected(self, error: BaseException) -> None:
+        """Raise Violation unless this is the error of user code, or says what came of its misbehaviour."""
+        self.trace.add("error", type(error).__name__, str(error)[:100])
+        expected = [fatal for _, fatal in self.observer.errors]
+        chain: BaseException | None = error
+        while chain is not None:
+            if any(chain is fatal for fatal in expected):
+                return
+            chain = chain.__cause__ or chain.__context__
+        if not any(isinstance(fatal, Misbehaved) for fatal in expected):
+            self.trace.violate(f"a drain raises {error!r}, expected {expected or 'no error'}")
+
+    async def _train(self, batch: list[list[Any]], step: int) -> bool:
+        """Whether the step went well; if not, its batch has been given back."""
+        self.observer.step_starts(step, batch)
+        if self.faults.at_step(step, FaultKind.SAVE_MID_STEP) and self.schedule.acknowledges:
+            self._save()
+        await asyncio.sleep(self.schedule.train_seconds)
+        if self.schedule.acknowledges and self.faults.at_step(step, FaultKind.TRAIN_FAILS):
+            given_back = self.fn.give_back(step)
+            self.trace.add("give back", step, given_back)
+            if given_back != len(batch) or self.fn.give_back(step) != 0:
+                self.trace.violate(f"give_back({step}) gave {given_back} groups back, the batch has {len(batch)}")
+            return False
+        self.observer.step_done(step, batch)
+        return True
+
+    def _acknowledge(self, step: int) -> None:
+        if not self.schedule.acknowledges:
+            return
+        trained = self.fn.acknowledge(step)
+        if trained != self.schedule.rollout_batch_size or self.fn.acknowledge(step) != 0:
+            self.trace.violate(f"acknowledge({step}) says {trained} groups")
+        if self.fn.give_back(step) != 0:
+            self.trace.violate(f"the batch of step {step} can be given back after it was acknowledged")
+
+    def _save(self) -> None:
+        state = json.dumps(self.fn.snapshot())
+        self.save = Save(self.step, self.engines.versions.current, state, self.observer.copy())
+        self.trace.add("save", self.step)
+
+    def _save_any_time(self, fault: Fault) -> None:
+        if not self.faults.quiet:
+            self.faults.fire(fault)
+            self._save()
+
+    async def _update_weights(self) -> None:
+        await self.engines.update_weights()
+        self.fn.on_weight_version(self.engines.versions.current_label)
+
+    async def _evaluate_if_due(self, step: int) -> None:
+        for kind in (FaultKind.EVAL, FaultKind.EVAL_FAILS):
+            if not self.faults.at_step(step, kind):
+                continue
+            self.trace.add("eval start", step)
+            self.fn.pause_submission()
+            try:
+                await self._evaluate(kind)
+            except EvalFailed:
+                self.trace.add("eval failed", step)
+            finally:
+                self.fn.resume_submission()
+            self.trace.add("eval end", step)
+
+    async def _evaluate(self, kind: FaultKind) -> None:
+        pulled = self.observer.counts["pulled"]
+        await asyncio.sleep(EVAL_SECONDS)
+        if self.observer.counts["pulled"] != pulled:
+            self.trace.violate("a group is submitted while evaluation has paused submission")
+        if kind is FaultKind.EVAL_FAILS:
+            raise EvalFailed
+
+
+class EvalFailed(Exception):
+    """A simulated evaluation that goes wrong."""
