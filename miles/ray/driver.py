@@ -12,8 +12,8 @@ from miles.ray.stop_signal import EXIT_STOPPED
 from miles.ray.supervisor import original_error
 from miles.utils.checkpoint_set import POINTER
 from miles.utils.console import print_error, print_summary
-from miles.utils.logging_utils import configure_logging
-from miles.utils.run_report import format_summary, write_report
+from miles.utils.logging_utils import configure_logging, log_hint
+from miles.utils.run_report import format_summary, report_of_stopped_run, write_report
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -31,16 +31,16 @@ def run_driver(train: Callable[[Namespace], Awaitable[None]], args: Namespace) -
     try:
         asyncio.run(_as_coroutine(train(args)))
     except StopRequested:
-        print_error(f"stopped; the run is in {args.run_dir}{_how_to_resume(args)}")
+        print_error(f"stopped; the run is in {args.run_dir}{_afterword(args)}")
         return EXIT_STOPPED
     except RunFailed as error:
-        print_error(f"{error}{_how_to_resume(args)}")
         logger.info("the run failed", exc_info=error)
+        print_error(f"{error}{_afterword(args)}")
         return EXIT_FAILED
     except Exception as error:  # the top of the program: every other failure becomes a message and an exit code here
         cause = original_error(error)
-        print_error(f"{describe(cause)}\n    the traceback is in {log}{_how_to_resume(args)}")
         logger.info("the run failed", exc_info=error)
+        print_error(f"{describe(cause)}{log_hint(log, 'the traceback is in')}{_afterword(args)}")
         return EXIT_FAILED
     try:
         print_summary(format_summary(write_report(args.run_dir)))
@@ -58,6 +58,11 @@ def describe(error: BaseException | None) -> str:
 
 async def _as_coroutine(awaitable: Awaitable[None]) -> None:
     await awaitable
+
+
+def _afterword(args: Namespace) -> str:
+    """What the run leaves, and how it goes on."""
+    return report_of_stopped_run(args.run_dir) + _how_to_resume(args)
 
 
 def _how_to_resume(args: Namespace) -> str:

@@ -36,6 +36,7 @@ from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.ray.train_group import TrainGroup
 from miles.utils.checkpoint_set import newest_readable
 from miles.utils.console import StepConsole, print_note
+from miles.utils.file_errors import named_errors
 from miles.utils.misc import should_run_periodic_action
 from miles.utils.trace import TRACE_FILE, TraceWriter
 from miles.utils.tracking import Tracker, write_run_config
@@ -322,7 +323,8 @@ class Run:
         self._record(lane, start, start + elapsed, step)
 
     def _record(self, lane: str, start: float, end: float, step: int | None) -> None:
-        self._timeline.write(json.dumps({"lane": lane, "start": start, "end": end, "step": step}) + "\n")
+        with named_errors(self._timeline.name):
+            self._timeline.write(json.dumps({"lane": lane, "start": start, "end": end, "step": step}) + "\n")
         self._trace.span(lane, start, end, step)
 
     def _log(self, process: str) -> Path:

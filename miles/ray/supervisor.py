@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from miles.utils.logging_utils import log_hint
 from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
@@ -90,8 +89,8 @@ class Supervisor:
             return str(cause)
         if isinstance(cause, RayActorError):
             pid = f" (pid {self._pids[name]})" if name in self._pids else ""
-            return f"{name}{pid} died{log_hint(log_path)}{log_tail(log_path)}"
-        return f"{name} failed: {type(cause).__name__}: {cause}{log_hint(log_path)}"
+            return f"{name}{pid} died; see {log_path}{log_tail(log_path)}"
+        return f"{name} failed: {type(cause).__name__}: {cause}; see {log_path}"
 
     async def _give_watchers_time_to_blame(self) -> None:
         if self._watchers:

@@ -20,12 +20,15 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from miles.utils.misc import load_function
+
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable
 
     from miles.rollout._fully_async_groups import Group, PromptGroup
     from miles.rollout._fully_async_ledger import GroupKey
+    from miles.rollout._fully_async_refusals import Refusals
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,16 @@ class DataBufferConstructorInput:
     """Estimated bytes that should wait at most, None for any number."""
 
 
+_new_tuple = tuple.__new__
+
+
 class DataBufferInput(tuple[Any, Any]):
     """A finished group: `(prompt_group, group)`. `key` is its entry in the books; None where somebody else made it."""
 
     key: GroupKey | None
 
     def __new__(cls, prompt_group: PromptGroup, group: Group, key: GroupKey | None = None) -> DataBufferInput:
-        self = tuple.__new__(cls, (prompt_group, group))
+        self = _new_tuple(cls, (prompt_group, group))
         self.key = key
         return self
 
@@ -100,10 +106,12 @@ class DefaultDataBuffer:
 
     def put_at_once(self, item: DataBufferInput) -> bool:
         """`put` where that need not wait; else nothing happens."""
-        queue = self.queue
-        if queue is None or self.capacity_bytes is not None or queue.full():
+        if self.queue is None or self.capacity_bytes is not None:
             return False
-        queue.put_nowait(item)
+        try:
+            self.queue.put_nowait(item)
+        except asyncio.QueueFull:
+            return False
         self.size_bytes += item.entry.size_bytes
         return True
 
@@ -123,20 +131,36 @@ class DefaultDataBuffer:
     async def get(self, **context: Any) -> Any:
         return self._taken(await self.open().get())
 
-    def get_nowait(self) -> Any:
-        """The oldest group. Raises asyncio.QueueEmpty."""
-        return self._taken(self.open().get_nowait())
+    def get_at_once(self) -> Any:
+        """The oldest group, None where there is none."""
+        try:
+            item = self.open().get_nowait()
+        except asyncio.QueueEmpty:
+            return None
+        return self._taken(item)
 
     def get_metrics(self) -> dict[str, Any]:
         return {}
 
     def _taken(self, item: Any) -> Any:
-        key = getattr(item, "key", None)
-        if key is not None:
-            self._shrink(key.size_bytes)
+        if item.__class__ is DataBufferInput and item.key is not None:
+            self._shrink(item.key.size_bytes)
         return item
 
     def _shrink(self, size: int) -> None:
         self.size_bytes -= size
         if self.capacity_bytes is not None:
             self._shrunk.set()
+
+
+def build_store(args: Namespace, refusals: Refusals, capacity_groups: int) -> DataBuffer:
+    """The store that the flags name, the built-in one by default."""
+    store: Any = load_function(getattr(args, "custom_async_data_buffer_path", None)) or DefaultDataBuffer
+    constructor_input = DataBufferConstructorInput(
+        args=args,
+        unused_handler_fn=refusals.unused_by_store,
+        drop_fn=refusals.dropped_by_store,
+        capacity_groups=capacity_groups,
+        capacity_bytes=getattr(args, "async_data_buffer_max_bytes", None),
+    )
+    return store(constructor_input)  # type: ignore[no-any-return]

@@ -44,11 +44,15 @@ def describe_oldest(in_flight: Sequence[GroupKey], now: float) -> str:
 
 
 def nothing_gets_through(batches: int, turned_down: Mapping[str, int]) -> NothingGetsThrough:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(turned_down.items(), key=lambda x: -x[1]))
     return NothingGetsThrough(
         f"{sum(turned_down.values())} finished groups in a row were turned down and none was kept, the limit of "
-        f"--max-empty-batches {batches}: {reasons}"
+        f"--max-empty-batches {batches}: {describe_counts(turned_down)}"
     )
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """`8 filtered, 4 aborted`: the most frequent first."""
+    return ", ".join(f"{count} {word}" for word, count in sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _describe_stuck(key: GroupKey, now: float) -> str:

@@ -61,17 +61,23 @@ class FinishedGroups:
         if self._builtin is not None:
             self._builtin.open()
 
-    async def put(self, key: GroupKey) -> None:
-        """IN_FLIGHT to QUEUED, once there is room; unless a custom store has refused the group."""
-        item = DataBufferInput(key.prompt_group, key.group or [], key)
+    def put_at_once(self, item: DataBufferInput) -> bool:
+        """`put` where that need not wait; else nothing happens."""
         if self._builtin is None or not self._builtin.put_at_once(item):
-            self.waiting_puts += 1
-            self._blocked.begin(self._ledger.clock())
-            try:
-                await self.store.put(item)
-            finally:
-                self.waiting_puts -= 1
-                self._blocked.end(self._ledger.clock())
+            return False
+        self._ledger.queue(item.entry)
+        return True
+
+    async def put(self, item: DataBufferInput) -> None:
+        """IN_FLIGHT to QUEUED, once there is room; unless a custom store has refused the group."""
+        self.waiting_puts += 1
+        self._blocked.begin(self._ledger.clock())
+        try:
+            await self.store.put(item)
+        finally:
+            self.waiting_puts -= 1
+            self._blocked.end(self._ledger.clock())
+        key = item.entry
         if key.owner is Owner.IN_FLIGHT:  # a custom store may have refused it, or have handed it out already
             self._ledger.queue(key)
 
@@ -86,8 +92,8 @@ class FinishedGroups:
         """The oldest group, None where that cannot be told without waiting."""
         if self.returned:
             return self.returned.popleft()
-        builtin = self._builtin
-        return self._entered(builtin.get_nowait()) if builtin is not None and builtin.qsize() else None
+        item = None if self._builtin is None else self._builtin.get_at_once()
+        return None if item is None else self._entered(item)
 
     async def wait(
         self, wait_for: Callable[[asyncio.Future[Any]], Awaitable[bool]], version: VersionLabel | None
@@ -111,7 +117,7 @@ class FinishedGroups:
 
     def _entered(self, item: Any) -> DataBufferInput:
         """The item with its entry in the books, which a pair from somebody else's hand gets now."""
-        key: GroupKey | None = getattr(item, "key", None)
+        key: GroupKey | None = item.key if item.__class__ is DataBufferInput else None
         if key is None:
             prompt_group, group = item
             key = None if self._builtin is not None else self._ledger.find(prompt_group)

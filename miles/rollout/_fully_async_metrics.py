@@ -32,7 +32,8 @@ class Staleness:
     def add(self, staleness: int) -> None:
         self.count += 1
         self.total += staleness
-        self.maximum = max(self.maximum, staleness)
+        if staleness > self.maximum:
+            self.maximum = staleness
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """`{prefix}avg_staleness` and `{prefix}max_staleness`; nothing where nothing was measured."""
@@ -101,8 +102,11 @@ class DrainReport:
 
     def add_measured(self, staleness: int | None) -> None:
         """A group's age was wanted; None: it could not be told."""
-        self.unknown_version_groups = (self.unknown_version_groups or 0) + (staleness is None)
-        if staleness is not None:
+        if self.unknown_version_groups is None:
+            self.unknown_version_groups = 0
+        if staleness is None:
+            self.unknown_version_groups += 1
+        else:
             self.measured.add(staleness)
 
     def add_trained(self, keys: Iterable[GroupKey], split: VersionSplit, now: float) -> None:

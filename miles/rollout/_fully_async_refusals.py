@@ -8,10 +8,11 @@ filtered ---------------------------> DROPPED
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from miles.rollout._fully_async_errors import nothing_gets_through
+from miles.rollout._fully_async_errors import describe_counts, nothing_gets_through
 from miles.rollout._fully_async_ledger import DropReason, RecycleReason
 from miles.rollout._fully_async_prompts import retries_of
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from miles.rollout._fully_async_groups import PromptGroup
     from miles.rollout._fully_async_ledger import GroupKey, GroupLedger
     from miles.rollout._fully_async_prompts import PromptSupply
+
+logger = logging.getLogger("miles.rollout.fully_async_rollout")
 
 
 class Refusals:
@@ -35,6 +38,8 @@ class Refusals:
         self._prompts = prompts
         self._on_change = on_change
         self._in_a_row: Counter[str] = Counter()  # by reason, since a group was kept last
+        self._began: float | None = None  # when the first of them was turned down (loop time)
+        self._warned = 0.0
 
     def unused(self, key: GroupKey, reason: RecycleReason) -> bool:
         """The group cannot be used as it is. Whether it was recycled, else it was dropped. Raises what the data source
@@ -69,12 +74,27 @@ class Refusals:
 
     def one_was_kept(self) -> None:
         self._in_a_row.clear()
+        self._began = None
 
     def require_budget(self) -> None:
         """Raise NothingGetsThrough where `--max-empty-batches` is used up."""
         batches = self._config.max_empty_batches
         if batches is not None and self._in_a_row.total() >= batches * self._config.rollout_batch_size:
             raise nothing_gets_through(batches, self._in_a_row)
+
+    def warn_where_nothing_is_kept(self, now: float, every: float) -> None:
+        """Groups finish and none is kept: say so, with the reasons, every `every` seconds."""
+        if self._began is None:
+            self._began = self._warned = now
+        if now - self._warned < every:
+            return
+        self._warned = now
+        logger.warning(
+            "no usable group for %.0f s: all %d finished ones were turned down (%s)",
+            now - self._began,
+            self._in_a_row.total(),
+            describe_counts(self._in_a_row),
+        )
 
     def _drop(self, key: GroupKey, reason: DropReason, word: str) -> None:
         self._ledger.drop(key, reason)

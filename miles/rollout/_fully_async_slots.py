@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class SampleSlots:
     """`total` places. A group takes `per_group` of them and frees each once: one by one, or the rest together.
 
-    `on_room` is called when places have become free and one more group fits. `generation` learns when a group is being
-    generated: until its last sample has freed its place, or, where none does so by itself, until the group is finished.
+    `on_room` is called when a sample has freed its place and one more group fits. `generation` learns when a group is
+    being generated: until its last sample has freed its place, or, where none does so by itself, until the group is
+    finished.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class SampleSlots:
 
     def free_one(self, key: GroupKey) -> None:
         """A sample of the group has finished. Does nothing where all of its places are free already."""
-        if key.slots:
-            key.slots -= 1
-            self.used -= 1
-            if not key.slots and key.finished_at is None:
+        slots = key.slots
+        if slots:
+            key.slots = slots - 1
+            self.used = used = self.used - 1
+            if slots == 1 and key.finished_at is None:
                 self._generation.end(self._clock())
-            if self.used <= self._most_used_with_room:
+            if used == self._most_used_with_room:  # with more room than that, it has been called before
                 self._on_room()
 
     def finish(self, key: GroupKey, finished_at: float) -> None:

@@ -30,6 +30,9 @@ class TrainerSide:
     def __init__(self, config: FullyAsyncConfig, ledger: GroupLedger) -> None:
         self.versions = WeightVersions()
         self.version_known = False
+        self.version: VersionLabel | None = None
+        """The current one, None where it is not known."""
+
         self._admission = Admission(
             limit=config.max_weight_staleness,
             update_interval=config.update_weights_interval,
@@ -41,11 +44,6 @@ class TrainerSide:
         self._publishes = False
         self._acknowledges = False
 
-    @property
-    def version(self) -> VersionLabel | None:
-        """The current version, None where it is not known."""
-        return self.versions.current if self.version_known else None
-
     def admits_one(self) -> bool:
         """Whether one more group may start, as far as the trainer is concerned."""
         if not self.version_known:
@@ -55,8 +53,9 @@ class TrainerSide:
 
     def publish(self, version: VersionLabel) -> None:
         """The engines have the trainer's weights of this version."""
-        self._publishes = self.version_known = True
+        self._publishes = True
         self._change(version)
+        self._know(True)
 
     def begin_call(self, rollout_id: int, version: VersionLabel | None) -> list[GroupKey]:
         """A batch is asked for. The groups to queue again: those of an open batch of the same rollout, which was not
@@ -70,7 +69,7 @@ class TrainerSide:
         self._admission.call_begins()
         if version is not None and (not self._publishes or self.versions.is_newer(version)):
             self._change(version)
-        self.version_known = self._publishes or version is not None
+        self._know(self._publishes or version is not None)
         return again
 
     def hand_over(self, rollout_id: int, keys: list[GroupKey]) -> None:
@@ -102,6 +101,10 @@ class TrainerSide:
         for key in batch.keys:
             self._ledger.train(key)
         return len(batch.keys)
+
+    def _know(self, known: bool) -> None:
+        self.version_known = known
+        self.version = self.versions.current if known else None
 
     def _change(self, version: VersionLabel) -> None:
         if self.versions.publish(version):

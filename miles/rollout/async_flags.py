@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from miles.utils.flag_rules import EXPERIMENTAL_ROLLOUT_ENV, require, require_not_negative, require_positive
@@ -135,6 +136,11 @@ def validate(args: Namespace) -> None:
         args.async_max_concurrent_samples is None or args.async_max_concurrent_samples >= args.n_samples_per_prompt,
         f"--async-max-concurrent-samples ({args.async_max_concurrent_samples}) must be at least --n-samples-per-prompt "
         f"({args.n_samples_per_prompt}): one whole group must fit",
+    )
+    require(
+        math.isfinite((args.async_data_buffer_capacity_factor or 0) * args.rollout_batch_size),
+        f"--async-data-buffer-capacity-factor {args.async_data_buffer_capacity_factor} x --rollout-batch-size "
+        f"{args.rollout_batch_size} is too large",
     )
     require(
         not args.strict_weight_versions or args.max_weight_staleness is not None,

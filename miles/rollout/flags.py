@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -296,11 +295,6 @@ def validate(args: Namespace) -> None:
             f"--rollout-max-response-len ({args.rollout_max_response_len}) must not be greater than "
             f"--rollout-max-context-len ({args.rollout_max_context_len}), which prompt and response share",
         )
-    require(
-        math.isfinite((args.async_data_buffer_capacity_factor or 0) * args.rollout_batch_size),
-        f"--async-data-buffer-capacity-factor {args.async_data_buffer_capacity_factor} x --rollout-batch-size "
-        f"{args.rollout_batch_size} is too large",
-    )
     require(
         args.over_sampling_batch_size >= args.rollout_batch_size,
         f"--over-sampling-batch-size ({args.over_sampling_batch_size}) must be at least --rollout-batch-size "

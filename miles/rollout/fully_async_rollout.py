@@ -42,9 +42,9 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from miles.rollout._fully_async_buffer import DataBuffer, DataBufferConstructorInput, DataBufferInput, DefaultDataBuffer
+from miles.rollout._fully_async_buffer import DataBufferInput, build_store
 from miles.rollout._fully_async_config import FullyAsyncConfig
-from miles.rollout._fully_async_errors import EndOfData, describe_oldest, no_progress
+from miles.rollout._fully_async_errors import EndOfData
 from miles.rollout._fully_async_finished import FinishedGroups
 from miles.rollout._fully_async_groups import (
     Group,
@@ -57,7 +57,7 @@ from miles.rollout._fully_async_groups import (
     sorted_batch,
     take_stock,
 )
-from miles.rollout._fully_async_ledger import GroupKey, GroupLedger, GroupObserver, Owner, RecycleReason
+from miles.rollout._fully_async_ledger import GroupKey, GroupLedger, GroupObserver, RecycleReason
 from miles.rollout._fully_async_metrics import DrainReport
 from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
@@ -67,6 +67,7 @@ from miles.rollout._fully_async_snapshot import restore_state, take_snapshot
 from miles.rollout._fully_async_staleness import StalenessGauge, VersionSplit
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
+from miles.rollout._fully_async_wait import WaitsForGroups
 from miles.rollout._fully_async_window import Activity, LedgerWindow, loop_lag_metrics
 from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
@@ -113,7 +114,7 @@ _SUBMISSIONS_A_TURN = 8
 _GROUPS_A_TURN = 16
 
 
-class FullyAsyncRolloutFn(PausableSubmission):
+class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
     """The rollout function of `train_async.py --fully-async`: one training batch per call.
 
         generate(n) -> training step -> acknowledge(n), or give_back(n) where it failed -> on_weight_version(v)
@@ -154,22 +155,13 @@ class FullyAsyncRolloutFn(PausableSubmission):
         )
         self._group_tasks = GroupTasks(on_failure=self._leave)
         self._worker: asyncio.Future[Any] | None = None
-        self._finished = FinishedGroups(self._build_store(), self.ledger, self._activity.blocked)
+        self._finished = FinishedGroups(
+            build_store(args, self._refusals, self.queue_capacity), self.ledger, self._activity.blocked
+        )
         self._end_waiters: set[asyncio.Future[None]] = set()
         self._closed = False
         self._unreported = DrainReport()
         self._window = LedgerWindow(self.ledger)
-
-    def _build_store(self) -> DataBuffer:
-        store: Any = load_function(getattr(self.args, "custom_async_data_buffer_path", None)) or DefaultDataBuffer
-        constructor_input = DataBufferConstructorInput(
-            args=self.args,
-            unused_handler_fn=self._refusals.unused_by_store,
-            drop_fn=self._refusals.dropped_by_store,
-            capacity_groups=self.queue_capacity,
-            capacity_bytes=self.config.async_data_buffer_max_bytes,
-        )
-        return store(constructor_input)  # type: ignore[no-any-return]
 
     @property
     def max_in_flight_groups(self) -> int:
@@ -342,7 +334,9 @@ class FullyAsyncRolloutFn(PausableSubmission):
         take_stock(key, group)
         key.finished_version = self._trainer.versions.current
         self._slots.finish(key, self.ledger.finish(key))
-        await self._finished.put(key)
+        item = DataBufferInput(prompt_group, group, key)
+        if not self._finished.put_at_once(item):
+            await self._finished.put(item)
         self._leave(key)
 
     def _leave(self, key: GroupKey) -> None:
@@ -400,6 +394,7 @@ class FullyAsyncRolloutFn(PausableSubmission):
                 else:
                     mine.pop()
                     self._refusals.require_budget()
+                    self._refusals.warn_where_nothing_is_kept(self._now(), NO_PROGRESS_WARN_SECS)
             if not mine:
                 raise EndOfData(f"{self._prompts.end_message}: no group is in flight or queued any more")
             batch = await self._to_batch(mine)
@@ -479,71 +474,8 @@ class FullyAsyncRolloutFn(PausableSubmission):
             **report.metrics(queue_size=queue_size),
         }
 
-    # ---- waiting for a finished group
-
-    async def _next_group(self, kept: int = 0) -> DataBufferInput | None:
-        """The oldest finished group; waits for one, and returns None where none will come because the data has ended.
-        Raises as soon as the worker has ended, queued groups or not."""
-        return self._ready_group() or await self._finished.wait(partial(self._wait_for, kept), self._trainer.version)
-
-    def _ready_group(self) -> DataBufferInput | None:
-        self._raise_if_worker_ended()
-        return self._finished.ready()
-
-    async def _wait_for(self, kept: int, getting: asyncio.Future[Any]) -> bool:
-        """Until the group is there: true. False where the data has ended before."""
-        assert self._worker is not None
-        loop = asyncio.get_running_loop()
-        patience = Patience(loop.time(), warn_every=NO_PROGRESS_WARN_SECS, limit=self.config.no_progress_timeout)
-        end_of_data: asyncio.Future[None] = loop.create_future()
-        self._end_waiters.add(end_of_data)
-        self._activity.waiting.begin(loop.time())
-        self._look_again()
-        try:
-            while True:
-                await asyncio.wait(
-                    {getting, self._worker, end_of_data},
-                    timeout=patience.next_look(loop.time()),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                self._raise_if_worker_ended()
-                if getting.done() or end_of_data.done():
-                    return getting.done()
-                self._look_at(patience, loop.time(), kept)
-        finally:
-            self._activity.waiting.end(loop.time())
-            self._end_waiters.discard(end_of_data)
-
-    def _look_at(self, patience: Patience, now: float, kept: int) -> None:
-        """Nothing has come for a while: warn, or give up."""
-        if not self.submission_gate.is_open:
-            patience.renew(now)
-        in_flight = self.ledger.held_by(Owner.IN_FLIGHT)
-        if patience.is_over(now):
-            raise no_progress(patience.waited(now), in_flight, now)
-        if patience.should_warn(now):
-            logger.warning(
-                "no finished group for %.0f s: %d of %d groups kept, %d queued, %d of %d in flight%s",
-                patience.waited(now),
-                kept,
-                self.config.rollout_batch_size,
-                self.queue_size,
-                len(in_flight),
-                self.config.most_groups_in_flight,
-                describe_oldest(in_flight, now),
-            )
-
-    def _raise_if_worker_ended(self) -> None:
-        assert self._worker is not None
-        if self._group_tasks.failure is not None:  # even while the worker is still settling the other tasks
-            raise self._group_tasks.failure
-        if self._closed:
-            raise RuntimeError("this FullyAsyncRolloutFn was closed while a batch was being collected")
-        if not self._worker.done():
-            return
-        if self._worker.cancelled():
-            raise RuntimeError("the fully-async worker was cancelled, though nobody closed the rollout function")
-        raise self._worker.exception() or RuntimeError("the fully-async worker returned, though it must never end")
+    def _new_patience(self, now: float) -> Patience:
+        return Patience(now, warn_every=NO_PROGRESS_WARN_SECS, limit=self.config.no_progress_timeout)
 
 
 class _CachedWeightVersion(CachedWeightVersion):

@@ -108,7 +108,7 @@ class TrainingProcess:
         books = self.observer.books
         waiting, first_new = {*books.outstanding, *books.given_back}, books.next_fresh
         self.trace.add("quiet", len(waiting))
-        steps_left = 15 + 2 * len(waiting) // self.schedule.rollout_batch_size
+        steps_left = 20 + 4 * len(waiting) // self.schedule.rollout_batch_size
         while (left := waiting - books.trained.keys() - books.dropped.keys()) or books.next_fresh == first_new:
             if steps_left == 0:
                 self.trace.violate(f"lost: groups {sorted(left)} are never trained; {books.next_fresh - first_new} new")

@@ -8,7 +8,7 @@ Flags are declared beside their owners, in the modules of `FLAG_MODULES`. Each h
 * `warnings(args, given)`: legal values without effect; `NO_EFFECT`: dest -> why a flag never has one here;
 * `PLUGIN_PATHS`: dests that hold dotted paths, each imported before the run starts.
 
-    argv -> plug-ins' add_arguments -> parse -> YAML -> finite -> conflicts -> refused -> resolve -> validate -> args
+    argv -> plug-ins' add_arguments -> parse -> YAML -> conflicts -> refused -> finite -> resolve -> validate -> args
 
 Nothing heavy is imported: torch, Ray and SGLang start only after the command line is known to be good.
 """
@@ -214,7 +214,6 @@ def _parse(
         raise ValueError("\n".join([*unreadable, *refused_flags.refusals(args, parser.plugin_flags)]))
     if args.custom_config_path:
         given |= apply_config_file(args, args.custom_config_path, parser)
-    require_finite(args, *parser.float_dests())
     _validate(args, given, parser, driver_rules)
     if preflight is not None:
         preflight(args)
@@ -243,6 +242,7 @@ def _validate(
     if args.rollout_engine is None and cuda_device_present() and sglang_installed():
         args.rollout_engine = "sglang"
     _refuse_what_is_not_available(args, parser, mistakes)
+    _refuse_infinite_numbers(args, parser, mistakes)
     with mistakes.collecting():
         _choose_devices(args, given)
     resolved = []
@@ -274,6 +274,18 @@ def _refuse_what_is_not_available(args: Namespace, parser: FlagParser, mistakes:
             mistakes.add([refused.message])
         if defaults[refused.dest] is not None:
             setattr(args, refused.dest, defaults[refused.dest])
+
+
+def _refuse_infinite_numbers(args: Namespace, parser: FlagParser, mistakes: Mistakes) -> None:
+    """Add a mistake for each float flag that is NaN or infinite; the rules that follow see its default instead."""
+    defaults = parser.defaults()
+    for dest in parser.float_dests():
+        try:
+            require_finite(args, dest)
+        except ValueError as error:
+            if not mistakes.mentions(flag_name(dest)):
+                mistakes.add([str(error)])
+            setattr(args, dest, defaults[dest])
 
 
 def _choose_devices(args: Namespace, given: frozenset[str]) -> None:

@@ -1,8 +1,9 @@
 """Which side of a fully asynchronous step is the bottleneck, and what to change: one sentence, from its metrics.
 
-                      trainer waits                      trainer does not wait
+                      trainer waits for a batch          trainer does not wait
     generation waits  both: they wait for each other     training
-    it does not       generation                         weight updates, where they take long; else neither
+    it does not       generation                         training, where finished groups pile up; weight updates,
+                                                         where they take long; else neither
 
 Pure: the same metrics give the same sentence. A share counts from `NOTICEABLE` on.
 """
@@ -25,6 +26,9 @@ NOTICEABLE = 0.10
 MOSTLY_FILTERED = 0.50
 """Share of groups that a dynamic filter drops from which on it is."""
 
+MUCH_OVERHEAD = 0.20
+"""Share of a step in which the trainer is idle, though neither a batch nor an evaluation keeps it."""
+
 LONG_STANDSTILL_SECS = 1.0
 SHOW_EVERY = 10
 """Steps after which the console shows the sentence again, changed or not."""
@@ -35,7 +39,7 @@ CHANGED_FOR = 3
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`side`: generation, training, both, weight updates or neither. `cause` names the rule that has spoken."""
+    """`side`: generation, training, both, evaluation, weight updates or neither. `cause`: which rule has spoken."""
 
     side: str
     cause: str
@@ -59,13 +63,18 @@ class Shares:
             return min(1.0, sum(map(of, names)) / pulled) if pulled else 0.0
 
         self.train_idle = of("train_idle_fraction")
-        self.trainer_waits = of_time("consumer_wait_seconds")
+        waited = metrics.get("perf/train_wait_time")
+        self.trainer_waits = self.train_idle if waited is None or not seconds else min(1.0, waited / seconds)
+        self.evaluation = min(1.0, (metrics.get("perf/eval_time") or 0.0) / seconds) if seconds else 0.0
         self.generation_idle = of("generation_idle_fraction")
         self.blocked = of_time("producer_blocked_seconds")
         self.pause = of_time("weight_update_pause_seconds")
         self.stale = of_groups("groups_recycled_stale", "groups_dropped_stale")
         self.aborted = of_groups("groups_recycled_aborted", "groups_dropped_aborted")
         self.filtered = of_groups("groups_dropped_filtered")
+        trained = of("groups_trained") / metrics.get("steps", 1)
+        self.queue_size = of("queue_size")
+        self.piles_up = bool(trained) and self.queue_size >= trained
         self.standstill = of("event_loop_lag_max_seconds")
         self.full = not of("in_flight_bound") or of("in_flight_samples") >= 0.5 * of("in_flight_bound")
         self.older_in_queue = of("trained_staleness_in_queue_mean") > of("trained_staleness_in_flight_mean")
@@ -80,24 +89,24 @@ def diagnose(metrics: Mapping[str, float]) -> Diagnosis | None:
     if PREFIX + "generation_idle_fraction" not in metrics:
         return None
     shares = Shares(metrics)
-    trainer_waits, generation_waits = shares.train_idle >= NOTICEABLE, shares.generation_waits >= NOTICEABLE
-    if trainer_waits and shares.trainer_waits < NOTICEABLE <= shares.train_idle - shares.trainer_waits:
-        return _trainer_is_held_up(shares)
+    trainer_waits, generation_waits = shares.trainer_waits >= NOTICEABLE, shares.generation_waits >= NOTICEABLE
+    if shares.evaluation >= NOTICEABLE and shares.evaluation > shares.trainer_waits:
+        return _evaluation(shares)
     if trainer_waits and generation_waits:
         return _both(shares)
     if trainer_waits:
         return _generation(shares)
-    if generation_waits:
+    if generation_waits or shares.piles_up:
         return _training(shares)
     return _neither(shares)
 
 
-def _trainer_is_held_up(s: Shares) -> Diagnosis:
+def _evaluation(s: Shares) -> Diagnosis:
     return Diagnosis(
-        "neither",
         "evaluation",
-        f"Neither side: the trainer stood idle for {s.train_idle:.0%} of the time, and hardly for want of a batch: "
-        "evaluate less often, or on engines of its own.",
+        "evaluation",
+        f"Evaluation is the bottleneck, it took {s.evaluation:.0%} of the time: evaluate less often, on fewer prompts, "
+        "or on engines of its own.",
     )
 
 
@@ -106,7 +115,7 @@ def _generation(s: Shares) -> Diagnosis:
     return Diagnosis(
         "generation",
         cause,
-        f"Generation is the bottleneck, the trainer stood idle for {s.train_idle:.0%} of the time: {change}.",
+        f"Generation is the bottleneck, the trainer waited for {s.trainer_waits:.0%} of the time: {change}.",
     )
 
 
@@ -142,6 +151,8 @@ def _why_generation_is_slow(s: Shares) -> tuple[str, str]:
 
 def _training(s: Shares) -> Diagnosis:
     begin = f"Training is the bottleneck, generation stood still for {s.generation_waits:.0%} of the time"
+    if s.generation_waits < NOTICEABLE:
+        begin = f"Training is the bottleneck, {s.queue_size:.0f} finished groups are left after the drain"
     if s.stale >= NOTICEABLE:
         return Diagnosis(
             "training", "stale", f"{begin} and {s.stale:.0%} of the groups grew too old all the same: {_fresher(s)}."
@@ -153,6 +164,13 @@ def _training(s: Shares) -> Diagnosis:
             f"{begin} before a full queue: add trainers or move engines to them; a larger queue would only make the "
             "data older.",
         )
+    if s.generation_waits < NOTICEABLE:
+        return Diagnosis(
+            "training",
+            "queue grows",
+            f"{begin}: add trainers or move engines to them; an --async-data-buffer-capacity-factor below 1 keeps the "
+            "data fresher.",
+        )
     return Diagnosis(
         "training",
         "held back",
@@ -162,7 +180,7 @@ def _training(s: Shares) -> Diagnosis:
 
 def _both(s: Shares) -> Diagnosis:
     begin = (
-        f"Both sides wait for each other, the trainer for {s.train_idle:.0%} and generation for "
+        f"Both sides wait for each other, the trainer for {s.trainer_waits:.0%} and generation for "
         f"{s.generation_waits:.0%} of the time"
     )
     if s.blocked >= NOTICEABLE:
@@ -192,6 +210,13 @@ def _neither(s: Shares) -> Diagnosis:
             "pause",
             f"Weight updates are the bottleneck, the engines were paused for {s.pause:.0%} of the time: "
             f"{_FEWER_UPDATES}.",
+        )
+    if s.train_idle >= MUCH_OVERHEAD:
+        return Diagnosis(
+            "neither",
+            "overhead",
+            f"Neither side is a bottleneck, but the trainer stood idle for {s.train_idle:.0%} of the time between its "
+            "steps, which are very short: use larger batches.",
         )
     return Diagnosis(
         "neither",
@@ -248,7 +273,10 @@ def combined(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if not measured:
         return {}
     times = [step.get("perf/step_time") or 0.0 for step in measured]
-    result = {"perf/step_time": sum(times)}
+    result: dict[str, float] = {"steps": len(measured), "perf/step_time": sum(times)}
+    for key in ("perf/train_wait_time", "perf/eval_time"):
+        if any(key in step for step in measured):
+            result[key] = sum(step.get(key) or 0.0 for step in measured)
     for key in {key for step in measured for key in step if key.startswith(PREFIX)}:
         values = [step.get(key) or 0.0 for step in measured]
         name = key.removeprefix(PREFIX)

@@ -25,6 +25,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from miles.utils.file_errors import named_errors
+
 logger = logging.getLogger(__name__)
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -115,13 +117,15 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
 def write_record(part: Path, record: dict[str, Any]) -> None:
     """Write `state.json` of a set whose other files are all there."""
     record = {"format": FORMAT, **record, "files": _describe_files(part)}
-    (part / STATE_FILE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    with named_errors(part / STATE_FILE):
+        (part / STATE_FILE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_pointer(directory: str | Path, rollout_id: int) -> None:
     """Name the newest set, for people and for tools."""
     part = Path(directory) / f".{POINTER}.part"
-    part.write_text(f"{rollout_id}\n", encoding="utf-8")
+    with named_errors(part):
+        part.write_text(f"{rollout_id}\n", encoding="utf-8")
     os.replace(part, Path(directory) / POINTER)
 
 

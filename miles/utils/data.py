@@ -249,7 +249,7 @@ class _SampleReader:
         if not self.apply_chat_template:
             return prompt
         if getattr(self.tokenizer, "chat_template", "unknown") is None:
-            raise self._error(
+            raise self.error(
                 row,
                 "--apply-chat-template: the checkpoint's tokenizer has no chat template. Instead: name a file with one "
                 "(--chat-template-path), or drop --apply-chat-template",

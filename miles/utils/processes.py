@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles.utils.logging_utils import log_hint
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -68,7 +66,7 @@ class ChildProcess:
         """The error that tells how the process ended, with the last lines of its log."""
         code = self._popen.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
-        return ProcessDied(f"{self.name} (pid {self.pid}) {how}{log_hint(self.log_path)}{log_tail(self.log_path)}")
+        return ProcessDied(f"{self.name} (pid {self.pid}) {how}; see {self.log_path}{log_tail(self.log_path)}")
 
     async def stop(self, grace_secs: float = 3.0) -> None:
         """Ask the process to end, and kill it after `grace_secs`. Does nothing where it has ended."""

@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from miles.backends.megatron_utils import parallel
 from miles.backends.megatron_utils.converter import param_spec, to_hf, to_mcore
 from miles.backends.megatron_utils.hf_export import publish, write_hf_files
 from miles.backends.megatron_utils.model import unwrap
+from miles.backends.megatron_utils.safetensors_io import write_file
 from miles.backends.megatron_utils.weights import hf_named_tensors, load_hf_weights
 from miles.utils import checkpoint_set
 from miles.utils.checkpoint_set import POINTER, verify
@@ -156,11 +157,11 @@ def _write(
     args: Namespace,
 ) -> None:
     write_hf_files(part, hf_named_tensors(state.model, hf), source=Path(args.hf_checkpoint))
-    save_file(rng, part / _RNG)
+    write_file(rng, part / _RNG)
     scalars: Scalars = {}
     if not getattr(args, "no_save_optim", False):
         tensors, scalars = _optimizer_tensors(state, hf)
-        save_file(tensors, part / _OPTIMIZER)
+        write_file(tensors, part / _OPTIMIZER)
     record = {
         "rollout_id": progress.rollout_id,
         "weight_version": progress.weight_version,

@@ -51,7 +51,7 @@ class Kill:
     @staticmethod
     def draw(rng: random.Random, victim: str | None = None, moment: str | None = None) -> Kill:
         victim, moment = victim or rng.choice(VICTIMS), moment or rng.choice(MOMENTS)
-        longest = 1.0 if moment == "anytime" else 0.03
+        longest = {"save": 0.02, "update": 0.008, "train": 0.03, "anytime": 1.0}[moment]  # as long as they last
         return Kill(victim, moment, steps=rng.randint(1, 4), delay=round(rng.uniform(0.0, longest), 4))
 
 

@@ -11,7 +11,15 @@ import miles.rollout.fully_async_rollout as module
 from miles.rollout._fully_async_errors import NoProgress, NothingGetsThrough
 from miles.rollout._fully_async_ledger import LedgerError
 from miles.utils.types import Sample
-from tests.fast.fakes import FakeDataSource, GatedGeneration, answer, finished, group_indexes, prompt_group
+from tests.fast.fakes import (
+    FakeDataSource,
+    GatedGeneration,
+    answer,
+    finished,
+    generate_at_once,
+    group_indexes,
+    prompt_group,
+)
 from tests.fast.rollout.fully_async_setup import fed_by_hand, running, train
 from tests.fast.virtual_time import settle, virtual
 
@@ -112,6 +120,25 @@ async def test_one_kept_group_renews_the_budget(monkeypatch):
     async with running(monkeypatch, rollout_batch_size=4, max_empty_batches=2) as fn:
         fn._dynamic_filter = keep_every_seventh
         assert len((await fn(train())).samples) == 4
+
+
+@virtual
+async def test_groups_that_finish_and_are_never_kept_are_a_warning_with_the_reasons(monkeypatch, caplog):
+    async def one_second(state: Any, group: list[Sample], **_: Any) -> list[Sample]:
+        await asyncio.sleep(1)
+        return await generate_at_once(state, group)
+
+    async with running(monkeypatch, one_second, rollout_batch_size=2) as fn:
+        fn._dynamic_filter = lambda args, group, **_: False
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(65.5):
+                await fn(train())
+    warnings = [record.getMessage() for record in caplog.records if "no usable group" in record.getMessage()]
+    # The first two of two a second are turned down after 1 s, the clock runs from there.
+    assert warnings == [
+        "no usable group for 30 s: all 61 finished ones were turned down (61 filtered)",
+        "no usable group for 60 s: all 121 finished ones were turned down (121 filtered)",
+    ]
 
 
 # ---- the end of the data

@@ -418,6 +418,6 @@ def test_every_float_flag_must_be_finite(command_line: CommandLine, parser: Flag
     for dest in dests:
         flag = next(a.option_strings[0] for a in parser.actions() if a.dest == dest)
         for value in ("inf", "-inf", "nan"):
-            with pytest.raises(ValueError) as error:
-                command_line.parse(f"{flag}={value}")
-            assert str(error.value) == f"--{dest.replace('_', '-')} must be a finite number, got {value}"
+            (line,) = lines_of(command_line, f"{flag}={value}")
+            finite = f"--{dest.replace('_', '-')} must be a finite number, got {value}"
+            assert line == finite or line.startswith((f"{flag} is not available", f"{flag} {value} is not available"))

@@ -11,17 +11,22 @@ from miles.utils.bottleneck import CHANGED_FOR, PREFIX, SHOW_EVERY, BottleneckWa
 
 def step(**metrics: float) -> dict[str, float]:
     """A step of 10 s in which 100 groups were pulled and nobody waited, but for `metrics`."""
+    perf = {"train_wait_time": 10 * metrics.get("train_idle_fraction", 0.0)}
+    perf |= {name.removeprefix("perf_"): metrics.pop(name) for name in list(metrics) if name.startswith("perf_")}
     values: dict[str, Any] = {
         "generation_idle_fraction": 0.0,
         "train_idle_fraction": 0.0,
         "producer_blocked_seconds": 0.0,
-        "consumer_wait_seconds": 10 * metrics.get("train_idle_fraction", 0.0),
         "in_flight_samples": 64,
         "in_flight_bound": 64,
         "groups_pulled": 100,
         **metrics,
     }
-    return {"perf/step_time": 10.0, **{PREFIX + name: value for name, value in values.items()}}
+    return {
+        "perf/step_time": 10.0,
+        **{f"perf/{name}": value for name, value in perf.items()},
+        **{PREFIX + name: value for name, value in values.items()},
+    }
 
 
 SLOW_GENERATION = {"train_idle_fraction": 0.4}
@@ -30,7 +35,7 @@ IN_QUEUE = {"trained_staleness_in_queue_mean": 1.5, "trained_staleness_in_flight
 
 TABLE = [
     # side, cause, metrics, words of the sentence
-    ("generation", "engines", SLOW_GENERATION, ["idle for 40%", "--async-max-concurrent-samples", "add engines"]),
+    ("generation", "engines", SLOW_GENERATION, ["waited for 40%", "--async-max-concurrent-samples", "add engines"]),
     ("generation", "not full", {**SLOW_GENERATION, "in_flight_samples": 8}, ["less than half", "held back"]),
     ("generation", "standstill", {**SLOW_GENERATION, "event_loop_lag_max_seconds": 2.5}, ["2.5 s", "blocked"]),
     ("generation", "aborted", {**SLOW_GENERATION, "groups_recycled_aborted": 20}, ["20%", "aborted"]),
@@ -60,7 +65,11 @@ TABLE = [
     ),
     ("weight updates", "pause", {"weight_update_pause_seconds": 3.0}, ["30%", "--pause-generation-mode in_place"]),
     ("neither", "stale", {**IN_QUEUE, "groups_recycled_stale": 12}, ["12%", "too old"]),
-    ("neither", "evaluation", {**SLOW_GENERATION, "consumer_wait_seconds": 0.1}, ["evaluate less often"]),
+    ("training", "queue grows", {"queue_size": 40, "groups_trained": 32}, ["40 finished groups", "add trainers"]),
+    ("neither", "balanced", {"queue_size": 20, "groups_trained": 32}, ["nothing to change"]),
+    ("evaluation", "evaluation", {"perf_eval_time": 3.0, "train_idle_fraction": 0.2}, ["30%", "evaluate less often"]),
+    ("generation", "engines", {"perf_eval_time": 2.0, "train_idle_fraction": 0.4}, ["add engines"]),
+    ("neither", "overhead", {"train_idle_fraction": 0.25, "perf_train_wait_time": 0.2}, ["25%", "larger batches"]),
     ("neither", "balanced", {"train_idle_fraction": 0.05}, ["idle for 5%", "nothing to change"]),
 ]
 
@@ -122,3 +131,10 @@ def test_steps_combine_by_the_nature_of_each_metric() -> None:
     assert total[PREFIX + "in_flight_samples"] == 48
     assert total[PREFIX + "event_loop_lag_max_seconds"] == 0.5
     assert total[PREFIX + "queue_peak"] == 7
+    assert total["steps"] == 2
+
+
+def test_the_queue_is_compared_with_one_steps_batch_also_over_many_steps() -> None:
+    steps = [step(queue_size=40, groups_trained=32)] * 5
+    diagnosis = diagnose(combined(steps))
+    assert diagnosis is not None and diagnosis.cause == "queue grows"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+from itertools import pairwise
 
 from miles.utils.turns import Turns
 
@@ -23,7 +23,7 @@ async def test_a_few_go_on_in_each_round_in_their_order() -> None:
         progress.append(len(done))
     await asyncio.gather(*tasks)
     assert done == list(range(10))
-    assert all(after - before <= 3 for before, after in itertools.pairwise(progress)), progress
+    assert all(after - before <= 3 for before, after in pairwise(progress)), progress
 
 
 async def test_who_comes_alone_never_waits() -> None:

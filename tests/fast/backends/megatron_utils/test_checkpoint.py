@@ -215,7 +215,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_alone(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "write_file", full)
     with pytest.raises(OSError, match="no space"):
         trainer.save(1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000000", POINTER]
