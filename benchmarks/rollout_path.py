@@ -11,8 +11,7 @@ once every first request was answered.
 "stall" is the longest time for which a task that should run every 5 ms did not, from before the first request on, so
 that the ramp is in it: in seconds of CPU of the client, which other processes of a busy machine do not lengthen, and on
 the clock. Wanted: httpx at 2,048 in flight takes at least 20 times the CPU of miles; miles at 8,192 at most twice that
-of aiohttp; no stall over 250 ms. Takes about
-a minute; four on a busy machine.
+of aiohttp; no stall over 250 ms. Takes about a minute; four on a busy machine.
 """
 
 from __future__ import annotations
