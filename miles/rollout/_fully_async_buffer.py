@@ -95,9 +95,8 @@ class DefaultDataBuffer:
         self.queue: asyncio.Queue[Any] | None = None
         self.size_bytes = 0
         self._shrunk = asyncio.Event()
-        self._in_turn = (
-            asyncio.Lock()
-        )  # held by the put that waits for bytes: small groups must not overtake it for ever
+        # Held by the put that waits for bytes, so that small groups do not overtake a large one for ever.
+        self._in_turn = asyncio.Lock()
 
     def open(self) -> asyncio.Queue[Any]:
         if self.queue is None:
