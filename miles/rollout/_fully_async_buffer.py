@@ -131,11 +131,9 @@ class DefaultDataBuffer:
     async def get(self, **context: Any) -> Any:
         return self._taken(await self.open().get())
 
-    def get_at_once(self) -> Any:
-        """The oldest group, None where there is none."""
-        if self.queue is None or self.queue.empty():
-            return None
-        return self._taken(self.queue.get_nowait())
+    def get_nowait(self) -> Any:
+        """The oldest group. Raises asyncio.QueueEmpty."""
+        return self._taken(self.open().get_nowait())
 
     def get_metrics(self) -> dict[str, Any]:
         return {}
