@@ -133,14 +133,16 @@ class DefaultDataBuffer:
 
     def get_nowait(self) -> Any:
         """The oldest group. Raises asyncio.QueueEmpty."""
-        return self._taken(self.open().get_nowait())
+        return self._taken((self.queue or self.open()).get_nowait())
 
     def get_metrics(self) -> dict[str, Any]:
         return {}
 
     def _taken(self, item: Any) -> Any:
         if item.__class__ is DataBufferInput and item.key is not None:
-            self._shrink(item.key.size_bytes)
+            self.size_bytes -= item.key.size_bytes
+            if self.capacity_bytes is not None:
+                self._shrunk.set()
         return item
 
     def _shrink(self, size: int) -> None:

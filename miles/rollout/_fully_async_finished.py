@@ -106,7 +106,9 @@ class FinishedGroups:
             self._one_taken.set()
             return self.returned.popleft()
         builtin = self._builtin
-        return self._entered(builtin.get_nowait()) if builtin is not None and builtin.qsize() else None
+        if builtin is None or builtin.queue is None or builtin.queue.empty():
+            return None
+        return self._entered(builtin.get_nowait())
 
     async def _put_in_turn(self, item: DataBufferInput) -> None:
         while self._is_full_of_returned:
