@@ -157,7 +157,8 @@ class Heart:
             sglang_router_port=30000,
             rollout_submission_granularity=granularity,
         )
-        self.fn = FullyAsyncRolloutFn(RolloutFnConstructorInput(args=args, data_source=ReadyMadeSource(groups)))
+        source: Any = ReadyMadeSource(groups)
+        self.fn = FullyAsyncRolloutFn(RolloutFnConstructorInput(args=args, data_source=source))
         self._wave = Wave(in_flight if held else 0)
         self._rollout_id = 0
 

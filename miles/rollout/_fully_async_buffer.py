@@ -24,7 +24,7 @@ from miles.utils.misc import load_function
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from miles.rollout._fully_async_groups import Group, PromptGroup
     from miles.rollout._fully_async_ledger import GroupKey
@@ -95,6 +95,8 @@ class DefaultDataBuffer:
         self.queue: asyncio.Queue[Any] | None = None
         self.size_bytes = 0
         self._shrunk = asyncio.Event()
+        # Held by the put that waits for bytes, so that small groups do not overtake a large one for ever.
+        self._in_turn = asyncio.Lock()
 
     def open(self) -> asyncio.Queue[Any]:
         if self.queue is None:
@@ -115,13 +117,30 @@ class DefaultDataBuffer:
         self.size_bytes += item.entry.size_bytes
         return True
 
+    def put_restored(self, items: Sequence[DataBufferInput]) -> int:
+        """Take the youngest of these groups as far as there is room; the number of the others, which are the oldest.
+        Before anything else is put."""
+        queue, first, size = self.open(), len(items), 0
+        while first and (not queue.maxsize or len(items) - first < queue.maxsize):
+            size += items[first - 1].entry.size_bytes
+            if self.capacity_bytes is not None and size > self.capacity_bytes:
+                break
+            first -= 1
+        for item in items[first:]:
+            queue.put_nowait(item)
+            self.size_bytes += item.entry.size_bytes
+        return first
+
     async def put(self, item: DataBufferInput) -> None:
         size = 0 if item.key is None else item.key.size_bytes
-        if self.capacity_bytes is not None:
-            while self.size_bytes and self.size_bytes + size > self.capacity_bytes:
-                self._shrunk.clear()
-                await self._shrunk.wait()
-        self.size_bytes += size  # reserved before the wait, so that others that wait see it
+        if self.capacity_bytes is None:
+            self.size_bytes += size
+        else:
+            async with self._in_turn:
+                while self.size_bytes and self.size_bytes + size > self.capacity_bytes:
+                    self._shrunk.clear()
+                    await self._shrunk.wait()
+                self.size_bytes += size  # reserved before the wait for a place, so that others that wait see it
         try:
             await self.open().put(item)
         except BaseException:

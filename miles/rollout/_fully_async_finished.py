@@ -100,6 +100,12 @@ class FinishedGroups:
             self._ledger.queue(item.entry)
         self.returned.extendleft(reversed(items))
 
+    def restore(self, items: list[DataBufferInput]) -> None:
+        """The finished groups of a snapshot, before anything else is here: into the store as far as it has room, so
+        that its bound holds; the oldest, if they do not fit, in front of it."""
+        left = len(items) if self._builtin is None else self._builtin.put_restored(items)
+        self.returned.extend(items[:left])
+
     def ready(self) -> DataBufferInput | None:
         """The oldest group, None where that cannot be told without waiting."""
         if self.returned:

@@ -248,7 +248,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
         if self._worker is not None:
             raise RuntimeError("restore comes before the first call")
-        self._finished.returned.extend(restore_state(state, self.ledger, self._trainer.versions, self._prompts))
+        self._finished.restore(restore_state(state, self.ledger, self._trainer.versions, self._prompts))
         self._window = LedgerWindow(self.ledger)
 
     async def close(self) -> None:

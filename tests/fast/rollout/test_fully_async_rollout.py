@@ -609,3 +609,20 @@ async def test_custom_generate_function_gets_the_instances_generate_state_and_re
         assert inputs[0].sampling_params is not fn.state.sampling_params
     finally:
         await fn.close()
+
+
+@virtual
+async def test_weight_version_throttles_failed_queries(monkeypatch):
+    urls: list[str] = []
+
+    async def refuse(url: str) -> Any:
+        urls.append(url)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(module, "get", refuse)
+    cached = module._CachedWeightVersion(1.0)
+    for second in range(1, 4):
+        for _ in range(5):
+            assert await cached.get(rollout_args()) is None
+        assert len(urls) == second
+        await asyncio.sleep(1.0)

@@ -77,7 +77,7 @@ async def test_asks_the_router_once_per_ttl(router):
     ids=lambda failure: type(failure).__name__,
 )
 @virtual
-async def test_weight_version_throttles_failed_queries(router, failure):
+async def test_failed_queries_of_every_kind_are_throttled_and_keep_the_last_value(router, failure):
     fake = router(version("3"), failure)
     cached = module._CachedWeightVersion(ttl=1.0)
     assert await cached.get(ARGS) == 3

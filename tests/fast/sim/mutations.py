@@ -63,7 +63,13 @@ def worker_swallows_its_cancellation(patch: pytest.MonkeyPatch) -> None:
 def leaked_cancellation_swallowed(patch: pytest.MonkeyPatch) -> None:
     """A child that ends cancelled by itself is taken for one that was stopped."""
     patch.setattr(UserCode, "__exit__", lambda self, exc_type, exc, traceback: None)
-    patch.setattr(GroupTasks, "_cancelled", lambda self, task, key: None)
+    keep = GroupTasks._keep
+
+    def keep_others(self: GroupTasks, error: BaseException, key: Any) -> None:
+        if not isinstance(error.__cause__, asyncio.CancelledError):
+            keep(self, error, key)
+
+    patch.setattr(GroupTasks, "_keep", keep_others)
     patch.setattr(heart, "generate_and_rm_group", _without_cancelled(heart.generate_and_rm_group))
 
 
@@ -101,15 +107,15 @@ def get_leaked(patch: pytest.MonkeyPatch) -> None:
 
 def wake_up_lost_when_the_queue_empties(patch: pytest.MonkeyPatch) -> None:
     """Whoever waits for room is not told when the last group is taken."""
-    get_nowait = DefaultDataBuffer.get_nowait
+    get_at_once = DefaultDataBuffer.get_at_once
 
     def forgetful(self: DefaultDataBuffer) -> Any:
         queue = self.open()
-        if queue.qsize() > 1:
-            return get_nowait(self)
+        if queue.qsize() != 1:
+            return get_at_once(self)
         return self._taken(queue._queue.popleft())  # type: ignore[attr-defined]
 
-    patch.setattr(DefaultDataBuffer, "get_nowait", forgetful)
+    patch.setattr(DefaultDataBuffer, "get_at_once", forgetful)
 
 
 def slot_freed_twice(patch: pytest.MonkeyPatch) -> None:
