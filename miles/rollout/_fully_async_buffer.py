@@ -150,18 +150,18 @@ class DefaultDataBuffer:
     async def get(self, **context: Any) -> Any:
         return self._taken(await self.open().get())
 
-    def get_at_once(self) -> Any:
-        """The oldest group, None where there is none."""
-        if self.queue is None or self.queue.empty():
-            return None
-        return self._taken(self.queue.get_nowait())
+    def get_nowait(self) -> Any:
+        """The oldest group. Raises asyncio.QueueEmpty."""
+        return self._taken((self.queue or self.open()).get_nowait())
 
     def get_metrics(self) -> dict[str, Any]:
         return {}
 
     def _taken(self, item: Any) -> Any:
         if item.__class__ is DataBufferInput and item.key is not None:
-            self._shrink(item.key.size_bytes)
+            self.size_bytes -= item.key.size_bytes
+            if self.capacity_bytes is not None:
+                self._shrunk.set()
         return item
 
     def _shrink(self, size: int) -> None:

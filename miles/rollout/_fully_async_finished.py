@@ -33,6 +33,8 @@ class FinishedGroups:
 
         self._builtin = store if isinstance(store, DefaultDataBuffer) else None
         self._ledger = ledger
+        self._entrance = asyncio.Lock()
+        self._one_taken = asyncio.Event()  # of the returned ones
         self._blocked = blocked
 
     @property
@@ -63,17 +65,27 @@ class FinishedGroups:
 
     def put_at_once(self, item: DataBufferInput) -> bool:
         """`put` where that need not wait; else nothing happens."""
-        if self._builtin is None or not self._builtin.put_at_once(item):
+        if self.waiting_puts or self._builtin is None or self._is_full_of_returned:
+            return False
+        if not self._builtin.put_at_once(item):
             return False
         self._ledger.queue(item.entry)
         return True
 
     async def put(self, item: DataBufferInput) -> None:
-        """IN_FLIGHT to QUEUED, once there is room; unless a custom store has refused the group."""
+        """IN_FLIGHT to QUEUED, once there is room; unless a custom store has refused the group.
+
+        Into the built-in store in the order of the calls: a large group that waits for many bytes must not see small
+        ones pass for ever.
+        """
         self.waiting_puts += 1
         self._blocked.begin(self._ledger.clock())
         try:
-            await self.store.put(item)
+            if self._builtin is None:
+                await self.store.put(item)
+            else:
+                async with self._entrance:
+                    await self._put_in_turn(item)
         finally:
             self.waiting_puts -= 1
             self._blocked.end(self._ledger.clock())
@@ -97,9 +109,28 @@ class FinishedGroups:
     def ready(self) -> DataBufferInput | None:
         """The oldest group, None where that cannot be told without waiting."""
         if self.returned:
+            self._one_taken.set()
             return self.returned.popleft()
-        item = None if self._builtin is None else self._builtin.get_at_once()
-        return None if item is None else self._entered(item)
+        builtin = self._builtin
+        if builtin is None or builtin.queue is None or builtin.queue.empty():
+            return None
+        return self._entered(builtin.get_nowait())
+
+    async def _put_in_turn(self, item: DataBufferInput) -> None:
+        while self._is_full_of_returned:
+            self._one_taken.clear()
+            await self._one_taken.wait()
+        await self.store.put(item)
+
+    @property
+    def _is_full_of_returned(self) -> bool:
+        """Whether what was given back or restored fills the capacity, together with what is in the built-in store."""
+        builtin = self._builtin
+        return (
+            bool(self.returned)
+            and builtin is not None
+            and len(self.returned) + builtin.qsize() >= builtin.capacity_groups
+        )
 
     async def wait(
         self, wait_for: Callable[[asyncio.Future[Any]], Awaitable[bool]], version: VersionLabel | None

@@ -66,11 +66,30 @@ def take_stock(key: GroupKey, group: Group) -> None:
     `size_bytes` is an estimate. Siblings share their prompt, so the first sample tells its length; each response token
     costs its id, its log-probability and its text; arrays (routed experts) count as many times as there are samples.
     """
+    samples: Sequence[Any] = group
+    try:
+        tally = _tally(samples)
+    except AttributeError:  # a member that is a list
+        samples = samples_of(group)
+        tally = _tally(samples)
+    tokens, key.aborted, key.versions, key.unversioned = tally
+    key.group = group
+    key.samples = len(samples)
+    key.tokens = tokens
+    if samples:
+        first = samples[0]
+        each = _BYTES_PER_SAMPLE + _BYTES_PER_PROMPT_TOKEN * max(0, len(first.tokens) - first.response_length)
+        if first.rollout_routed_experts is not None:
+            each += getattr(first.rollout_routed_experts, "nbytes", 0)
+        key.size_bytes = each * len(samples) + _BYTES_PER_RESPONSE_TOKEN * tokens
+
+
+def _tally(samples: Sequence[Sample]) -> tuple[int, bool, tuple[Any, ...], int]:
+    """Response tokens, whether any was aborted, the distinct versions, and how many carry none."""
     tokens = unversioned = 0
     aborted = False
-    labels: list[str] | None = None
+    labels: list[str] = []
     versions: set[Any] = set()
-    samples = samples_of(group)
     for sample in samples:
         tokens += sample.response_length
         if sample.status is _ABORTED:
@@ -79,20 +98,9 @@ def take_stock(key: GroupKey, group: Group) -> None:
         if its_labels != labels:  # siblings mostly have the same
             labels = its_labels
             versions.update(labels)
-        if not labels:
+        if not its_labels:
             unversioned += 1
-    key.group = group
-    key.samples = len(samples)
-    key.tokens = tokens
-    key.aborted = aborted
-    key.versions = tuple(versions)
-    key.unversioned = unversioned
-    if samples:
-        first = samples[0]
-        each = _BYTES_PER_SAMPLE + _BYTES_PER_PROMPT_TOKEN * max(0, len(first.tokens) - first.response_length)
-        if first.rollout_routed_experts is not None:
-            each += getattr(first.rollout_routed_experts, "nbytes", 0)
-        key.size_bytes = each * len(samples) + _BYTES_PER_RESPONSE_TOKEN * tokens
+    return tokens, aborted, tuple(versions), unversioned
 
 
 def describe(prompt_group: PromptGroup) -> str:
@@ -124,10 +132,13 @@ def require_shape(batch: Sequence[Group], expected: list[int]) -> None:
 
 def sorted_batch(groups: Iterable[Group]) -> list[list[Any]]:
     """The groups by the index of their first sample; those without an index come last, as they arrived."""
-    return sorted(groups, key=_sort_key)
+    groups = list(groups)
+    try:
+        return sorted(groups, key=lambda group: group[0].index)  # type: ignore[union-attr,arg-type,return-value]
+    except (AttributeError, IndexError, TypeError):  # nested, empty, or without an index
+        return sorted(groups, key=_sort_key)
 
 
 def _sort_key(group: Group) -> tuple[bool, int]:
-    first = group[0] if group else None
-    index = first.index if isinstance(first, Sample) else _first_sample(group).index
+    index = _first_sample(group).index
     return (index is None, index or 0)

@@ -63,11 +63,6 @@ class Journey:
         if seconds > self.longest:
             self.longest = seconds
 
-    def add_versions(self, in_flight: int, in_queue: int) -> None:
-        self.measured += 1
-        self.versions_in_flight += in_flight
-        self.versions_in_queue += in_queue
-
     def metrics(self) -> dict[str, float]:
         """The key set is fixed; 0 where nothing was measured."""
         return {
@@ -116,7 +111,10 @@ class DrainReport:
         for key in keys:
             if key.staleness is not None:
                 trained.add(key.staleness)
-                journey.add_versions(*split.of(key))
+                in_flight, in_queue = split.of(key)
+                journey.measured += 1
+                journey.versions_in_flight += in_flight
+                journey.versions_in_queue += in_queue
             if key.finished_at is not None:  # else somebody else has generated it, or the run before this one
                 journey.add_time(now - key.finished_at)
 

@@ -41,16 +41,17 @@ class PromptSupply:
         groups = (fresh or self._data_source.get_samples)(1)
         if fresh is not None and not groups:
             groups = self._data_source.get_samples(1)
-        if len(groups) > 1:
+        if len(groups) == 1:
+            self.ended = False
+            self._fresh_is_next = retries_of(groups[0]) > 0
+            return groups[0]
+        if groups:
             raise RuntimeError(
                 f"{type(self._data_source).__name__}.get_samples(1) returned {len(groups)} groups; fully-async rollout "
                 "takes one at a time, for as long as the run lasts (a data source starts its next epoch by itself)"
             )
-        self.ended = not groups
-        if not groups:
-            return None
-        self._fresh_is_next = retries_of(groups[0]) > 0
-        return groups[0]
+        self.ended = True
+        return None
 
     def take_back(self, prompt_group: PromptGroup) -> None:
         """Give the flat prompt group back to the data source, its answers forgotten. Raises what that raises."""

@@ -43,9 +43,12 @@ class StalenessGauge:
         A group that is newer than `current` is fresh (0): the weights moved on after that was taken. Raises ValueError
         naming a sample of unknown age where that is wanted.
         """
-        age = self._age(key.versions, current)
+        serial = self._versions.serial
+        age = self._ages.get(key.versions) if current == self._against and serial == self._serial else None
+        if age is None:
+            age = self._age(key.versions, current)
         key.staleness = staleness = age.staleness
-        key.measured_serial = self._versions.serial
+        key.measured_serial = serial
         if key.unversioned or not age.all_known:
             self._note_unknown(key, current, report)
         report.add_measured(staleness)
@@ -101,17 +104,17 @@ class VersionSplit:
     def __init__(self, versions: WeightVersions, current: VersionLabel | None) -> None:
         self._versions = versions
         self._current = current
-        self._known: dict[tuple[tuple[int | str, ...], VersionLabel | None, int], tuple[int, int]] = {}
+        self._situation: tuple[tuple[int | str, ...], VersionLabel | None, int] | None = None
+        self._split = (0, 0)
 
     def of(self, key: GroupKey) -> tuple[int, int]:
         """(in flight, in the queue). The group must have been measured."""
         assert key.staleness is not None
         situation = (key.versions, key.finished_version, key.staleness)
-        split = self._known.get(situation)
-        if split is None:
+        if situation != self._situation:  # the groups of a batch are mostly alike
             waited = self._since_finished(key, key.staleness)
-            split = self._known[situation] = (key.staleness - waited, waited)
-        return split
+            self._situation, self._split = situation, (key.staleness - waited, waited)
+        return self._split
 
     def _since_finished(self, key: GroupKey, staleness: int) -> int:
         if self._current is None:

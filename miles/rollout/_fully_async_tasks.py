@@ -61,10 +61,9 @@ class GroupTasks:
         try:
             await self._work(key)
         except asyncio.CancelledError as cancellation:
-            if self.stopping:
+            leak = self._cancelled(cancellation, key)
+            if leak is None:
                 raise
-            leak = _leak(key)
-            leak.__cause__ = cancellation
             self._keep(leak, key)
         except BaseException as error:
             self._keep(error, key)
@@ -72,6 +71,14 @@ class GroupTasks:
                 raise
         finally:
             self._keys.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+
+    def _cancelled(self, cancellation: asyncio.CancelledError, key: GroupKey) -> BaseException | None:
+        """What it means that a task was cancelled: nothing, where the tasks are being stopped."""
+        if self.stopping:
+            return None
+        leak = _leak(key)
+        leak.__cause__ = cancellation
+        return leak
 
     def _keep(self, error: BaseException, key: GroupKey) -> None:
         if self.failure is None and not self.stopping:

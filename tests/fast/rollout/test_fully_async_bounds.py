@@ -396,6 +396,33 @@ async def test_a_queue_full_of_bytes_pauses_submission(monkeypatch):
 
 
 @virtual
+async def test_small_groups_do_not_pass_a_large_one_that_waits_for_bytes(monkeypatch):
+    generate = GatedGeneration()
+    small = 2 * (2048 + 2 * 48) + 2 * 80 * 10
+    async with running(
+        monkeypatch,
+        generate,
+        rollout_batch_size=1,
+        async_max_concurrent_samples=12,
+        async_data_buffer_max_bytes=3 * small,
+    ) as fn:
+        call = asyncio.create_task(fn(train(0)))
+        await settle()
+        for group_index in range(4):
+            generate.finish(group_index, make=long_answer(10))
+        await call
+        generate.finish(4, make=long_answer(20))
+        await settle()
+        generate.finish(5, 6, make=long_answer(10))
+        await settle()
+        order = []
+        for step in range(1, 7):
+            order += group_indexes((await fn(train(step))).samples)
+            await settle()
+        assert order == [1, 2, 3, 4, 5, 6]
+
+
+@virtual
 async def test_a_group_larger_than_the_whole_queue_is_let_in_alone(monkeypatch):
     generate = GatedGeneration()
     async with running(monkeypatch, generate, async_data_buffer_max_bytes=1) as fn:

@@ -108,6 +108,25 @@ async def test_a_restored_run_uses_finished_groups_and_issues_the_others_first(m
 
 
 @virtual
+async def test_restored_groups_count_against_the_queues_capacity(monkeypatch):
+    flags: dict[str, Any] = {"rollout_batch_size": 2, "async_data_buffer_capacity_factor": 2}
+    async with running(monkeypatch, data_source=SavedSource(), **flags) as fn:
+        await fn(train(0))
+        await settle(50)
+        state = through_json(fn.snapshot())
+    async with running(monkeypatch, data_source=SavedSource(), **flags) as fn:
+        fn.restore(state)
+        assert fn.queue_size == 6  # the trainer had two of them
+        sizes = []
+        for step in range(1, 5):
+            await fn(train(step))
+            fn.acknowledge(step)
+            await settle(50)
+            sizes.append(fn.queue_size)
+        assert sizes == [4, 4, 4, 4]
+
+
+@virtual
 async def test_restored_groups_that_are_too_old_are_generated_again(monkeypatch):
     async with fed_by_hand(
         monkeypatch, finished(0, versions=("3",)), finished(1, versions=("5",)), data_source=SavedSource()
