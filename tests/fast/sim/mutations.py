@@ -107,15 +107,15 @@ def get_leaked(patch: pytest.MonkeyPatch) -> None:
 
 def wake_up_lost_when_the_queue_empties(patch: pytest.MonkeyPatch) -> None:
     """Whoever waits for room is not told when the last group is taken."""
-    get_at_once = DefaultDataBuffer.get_at_once
+    get_nowait = DefaultDataBuffer.get_nowait
 
     def forgetful(self: DefaultDataBuffer) -> Any:
         queue = self.open()
         if queue.qsize() != 1:
-            return get_at_once(self)
+            return get_nowait(self)
         return self._taken(queue._queue.popleft())  # type: ignore[attr-defined]
 
-    patch.setattr(DefaultDataBuffer, "get_at_once", forgetful)
+    patch.setattr(DefaultDataBuffer, "get_nowait", forgetful)
 
 
 def slot_freed_twice(patch: pytest.MonkeyPatch) -> None:
