@@ -95,8 +95,6 @@ class DefaultDataBuffer:
         self.queue: asyncio.Queue[Any] | None = None
         self.size_bytes = 0
         self._shrunk = asyncio.Event()
-        # Held by the put that waits for bytes, so that small groups do not overtake a large one for ever.
-        self._in_turn = asyncio.Lock()
 
     def open(self) -> asyncio.Queue[Any]:
         if self.queue is None:
@@ -133,14 +131,11 @@ class DefaultDataBuffer:
 
     async def put(self, item: DataBufferInput) -> None:
         size = 0 if item.key is None else item.key.size_bytes
-        if self.capacity_bytes is None:
-            self.size_bytes += size
-        else:
-            async with self._in_turn:
-                while self.size_bytes and self.size_bytes + size > self.capacity_bytes:
-                    self._shrunk.clear()
-                    await self._shrunk.wait()
-                self.size_bytes += size  # reserved before the wait for a place, so that others that wait see it
+        if self.capacity_bytes is not None:
+            while self.size_bytes and self.size_bytes + size > self.capacity_bytes:
+                self._shrunk.clear()
+                await self._shrunk.wait()
+        self.size_bytes += size  # reserved before the wait for a place, so that others that wait see it
         try:
             await self.open().put(item)
         except BaseException:
