@@ -24,14 +24,10 @@ from examples.quickstart.prepare import prepare
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["examples/quickstart/run.sh"]  # those for GPUs are the subject of test_gpu_scripts.py
 SHELL_FILES = sorted(
-    {
-        *(
-            str(path.relative_to(ROOT))
-            for folder in ("examples", "benchmarks", "scripts", "tests")
-            for path in (ROOT / folder).rglob("*.sh")
-        ),
-        ".ci/run",
-    }
+    str(path.relative_to(ROOT))
+    for folder in ("examples", "benchmarks", "scripts", "tests", ".ci")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".sh", ".sbatch"} or path.name == "run"
 )
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 WALKTHROUGH = "docs/user-guide/training-script-walkthrough.md"
