@@ -324,14 +324,16 @@ class MegatronTrainer:
             self._updater = WeightUpdater(self._update_config)
         self._updater.connect(engine_urls)
 
-    def update_weights(self) -> dict[str, float]:
+    def update_weights(self, *, again: bool = False) -> dict[str, float]:
         """Push the weights to all connected engines as version `weight_version + 1`; returns timings.
+
+        `again`: as `weight_version`, to engines that do not have it yet; nothing may have been trained since.
 
         Raises:
             WeightUpdateError: an engine refused or went silent; `weight_version` is unchanged.
             ValueError: with --check-weight-update-equal, where an engine's weights differ afterwards.
         """
-        version = self.weight_version + 1
+        version = self.weight_version + (not again)
         timings: dict[str, float] = {}
         if self.is_weight_source:
             if self._updater is None:
