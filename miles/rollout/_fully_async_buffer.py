@@ -24,7 +24,7 @@ from miles.utils.misc import load_function
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from miles.rollout._fully_async_groups import Group, PromptGroup
     from miles.rollout._fully_async_ledger import GroupKey
@@ -45,23 +45,15 @@ class DataBufferConstructorInput:
     """Estimated bytes that should wait at most, None for any number."""
 
 
-_new_tuple = tuple.__new__
-
-
 class DataBufferInput(tuple[Any, Any]):
     """A finished group: `(prompt_group, group)`. `key` is its entry in the books; None where somebody else made it."""
 
     key: GroupKey | None
 
     def __new__(cls, prompt_group: PromptGroup, group: Group, key: GroupKey | None = None) -> DataBufferInput:
-        self = _new_tuple(cls, (prompt_group, group))
+        self = tuple.__new__(cls, (prompt_group, group))
         self.key = key
         return self
-
-    @property
-    def entry(self) -> GroupKey:
-        assert self.key is not None
-        return self.key
 
     @property
     def prompt_group(self) -> PromptGroup:
@@ -104,30 +96,10 @@ class DefaultDataBuffer:
     def qsize(self) -> int:
         return 0 if self.queue is None else self.queue.qsize()
 
-    def put_at_once(self, item: DataBufferInput) -> bool:
-        """`put` where that need not wait; else nothing happens."""
-        if self.queue is None or self.capacity_bytes is not None:
-            return False
-        try:
-            self.queue.put_nowait(item)
-        except asyncio.QueueFull:
-            return False
-        self.size_bytes += item.entry.size_bytes
-        return True
-
-    def put_restored(self, items: Sequence[DataBufferInput]) -> int:
-        """Take the youngest of these groups as far as there is room; the number of the others, which are the oldest.
-        Before anything else is put."""
-        queue, first, size = self.open(), len(items), 0
-        while first and (not queue.maxsize or len(items) - first < queue.maxsize):
-            size += items[first - 1].entry.size_bytes
-            if self.capacity_bytes is not None and size > self.capacity_bytes:
-                break
-            first -= 1
-        for item in items[first:]:
-            queue.put_nowait(item)
-            self.size_bytes += item.entry.size_bytes
-        return first
+    def put_nowait(self, item: DataBufferInput, size: int) -> None:
+        """Whatever its bytes are. Raises asyncio.QueueFull."""
+        (self.queue or self.open()).put_nowait(item)
+        self.size_bytes += size
 
     async def put(self, item: DataBufferInput) -> None:
         size = 0 if item.key is None else item.key.size_bytes

@@ -33,16 +33,19 @@ class SampleSlots:
         self._on_room = on_room
         self._generation = generation
         self._clock = clock
+        self._generating = 0  # groups
         self._most_used_with_room = total - per_group
 
     @property
-    def one_group_fits(self) -> bool:
-        return self.used <= self._most_used_with_room
+    def groups_that_fit(self) -> int:
+        return (self.total - self.used) // self.per_group
 
     def take(self, key: GroupKey) -> None:
         self.used += self.per_group
         key.slots = self.per_group
-        self._generation.begin(key.pulled_at)
+        if not self._generating:
+            self._generation.begin(key.pulled_at)
+        self._generating += 1
 
     def free_one(self, key: GroupKey) -> None:
         """A sample of the group has finished. Does nothing where all of its places are free already."""
@@ -51,14 +54,18 @@ class SampleSlots:
             key.slots = slots - 1
             self.used = used = self.used - 1
             if slots == 1 and key.finished_at is None:
-                self._generation.end(self._clock())
+                self._generating -= 1
+                if not self._generating:
+                    self._generation.end(self._clock())
             if used == self._most_used_with_room:  # with more room than that, it has been called before
                 self._on_room()
 
     def finish(self, key: GroupKey, finished_at: float) -> None:
         """Nothing of the group is being generated any more, whatever places it still holds."""
         if key.slots:
-            self._generation.end(finished_at)
+            self._generating -= 1
+            if not self._generating:
+                self._generation.end(finished_at)
 
     def free_all(self, key: GroupKey) -> None:
         """The group has left generation."""
