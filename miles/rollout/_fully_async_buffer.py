@@ -20,6 +20,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from miles.rollout._fully_async_ledger import GroupKey
 from miles.utils.misc import load_function
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from miles.rollout._fully_async_groups import Group, PromptGroup
-    from miles.rollout._fully_async_ledger import GroupKey
     from miles.rollout._fully_async_refusals import Refusals
 
 
@@ -96,13 +96,13 @@ class DefaultDataBuffer:
     def qsize(self) -> int:
         return 0 if self.queue is None else self.queue.qsize()
 
-    def put_nowait(self, item: DataBufferInput, size: int) -> None:
+    def put_nowait(self, key: GroupKey) -> None:
         """Whatever its bytes are. Raises asyncio.QueueFull."""
-        (self.queue or self.open()).put_nowait(item)
-        self.size_bytes += size
+        (self.queue or self.open()).put_nowait(key)
+        self.size_bytes += key.size_bytes
 
-    async def put(self, item: DataBufferInput) -> None:
-        size = 0 if item.key is None else item.key.size_bytes
+    async def put(self, item: DataBufferInput | GroupKey) -> None:
+        size = _size(item)
         if self.capacity_bytes is not None:
             while self.size_bytes and self.size_bytes + size > self.capacity_bytes:
                 self._shrunk.clear()
@@ -115,26 +115,29 @@ class DefaultDataBuffer:
             raise
 
     async def get(self, **context: Any) -> Any:
-        return self._taken(await self.open().get())
+        item = await self.open().get()
+        self._shrink(_size(item))
+        return item
 
     def get_nowait(self) -> Any:
         """The oldest group. Raises asyncio.QueueEmpty."""
-        return self._taken((self.queue or self.open()).get_nowait())
+        item = (self.queue or self.open()).get_nowait()
+        self._shrink(item.size_bytes if item.__class__ is GroupKey else _size(item))
+        return item
 
     def get_metrics(self) -> dict[str, Any]:
         return {}
-
-    def _taken(self, item: Any) -> Any:
-        if item.__class__ is DataBufferInput and item.key is not None:
-            self.size_bytes -= item.key.size_bytes
-            if self.capacity_bytes is not None:
-                self._shrunk.set()
-        return item
 
     def _shrink(self, size: int) -> None:
         self.size_bytes -= size
         if self.capacity_bytes is not None:
             self._shrunk.set()
+
+
+def _size(item: Any) -> int:
+    """Estimated bytes; 0 for what others have put into the queue."""
+    key: Any = getattr(item, "key", None) if isinstance(item, DataBufferInput) else item
+    return key.size_bytes if isinstance(key, GroupKey) else 0
 
 
 def build_store(args: Namespace, refusals: Refusals, capacity_groups: int) -> DataBuffer:

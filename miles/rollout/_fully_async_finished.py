@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from miles.rollout._fully_async_buffer import DataBuffer, DataBufferInput, DefaultDataBuffer
 from miles.rollout._fully_async_groups import take_stock
-from miles.rollout._fully_async_ledger import Owner
+from miles.rollout._fully_async_ledger import GroupKey, Owner
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from miles.rollout._fully_async_ledger import GroupKey, GroupLedger
+    from miles.rollout._fully_async_ledger import GroupLedger
     from miles.rollout._fully_async_versions import VersionLabel
     from miles.rollout._fully_async_window import ActiveTime
 
@@ -69,9 +69,20 @@ class FinishedGroups:
 
     # ---- in
 
-    def put_at_once(self, key: GroupKey) -> bool:
-        """`put` where that need not wait; else nothing happens."""
-        return self._builtin is not None and not self._line and self._enter(key, self._builtin)
+    def put_at_once(self, key: GroupKey, *, first_in_line: bool = False) -> bool:
+        """`put` where that need not wait; else nothing happens: there is no room in the built-in store, of which what
+        was given back takes up its part, or others wait for it."""
+        builtin = self._builtin
+        if builtin is None or (self._line and not first_in_line):
+            return False
+        if (self.returned or builtin.capacity_bytes is not None) and not self._has_room(key, builtin):
+            return False
+        try:
+            builtin.put_nowait(key)
+        except asyncio.QueueFull:
+            return False
+        self._ledger.queue(key)
+        return True
 
     async def put(self, key: GroupKey) -> None:
         """IN_FLIGHT to QUEUED, once there is room; unless a custom store has refused the group.
@@ -105,25 +116,14 @@ class FinishedGroups:
 
     def _fill(self) -> None:
         """Let in those that stand in line, in order, as far as there is room: for each IN_FLIGHT to QUEUED."""
-        line, builtin = self._line, self._builtin
-        while line and builtin is not None:
+        line = self._line
+        while line:
             key, let_in = line[0]
             if not let_in.done():  # else its task was cancelled
-                if not self._enter(key, builtin):
+                if not self.put_at_once(key, first_in_line=True):
                     return
                 let_in.set_result(None)
             line.popleft()
-
-    def _enter(self, key: GroupKey, builtin: DefaultDataBuffer) -> bool:
-        """Into the built-in store, IN_FLIGHT to QUEUED, if there is room, which what was given back takes up, too."""
-        if (self.returned or builtin.capacity_bytes is not None) and not self._has_room(key, builtin):
-            return False
-        try:
-            builtin.put_nowait(DataBufferInput(key.prompt_group, key.group or [], key), key.size_bytes)
-        except asyncio.QueueFull:
-            return False
-        self._ledger.queue(key)
-        return True
 
     def _has_room(self, key: GroupKey, builtin: DefaultDataBuffer) -> bool:
         """Whether neither groups nor bytes are too many with this one; a group that is too large alone may enter."""
@@ -166,9 +166,10 @@ class FinishedGroups:
             return None
         else:
             try:
-                key = self._entered(self._builtin.get_nowait())
+                item = self._builtin.get_nowait()
             except asyncio.QueueEmpty:
                 return None
+            key = item if item.__class__ is GroupKey else self._entered(item)
         if self._line:
             self._fill()
         return key
@@ -199,13 +200,15 @@ class FinishedGroups:
 
     def _entered(self, item: Any) -> GroupKey:
         """The item's entry in the books, which a pair from somebody else's hand gets now."""
-        key: GroupKey | None = item.key if item.__class__ is DataBufferInput else None
-        if key is None:
+        key = item.key if isinstance(item, DataBufferInput) else item
+        if not isinstance(key, GroupKey):
             prompt_group, group = item
-            key = None if self._builtin is not None else self._ledger.find(prompt_group)
-            if key is None:
+            known = None if self._builtin is not None else self._ledger.find(prompt_group)
+            if known is None:
                 key = self._ledger.enter(prompt_group)
                 take_stock(key, group)
+            else:
+                key = known
         if key.owner is Owner.IN_FLIGHT:  # a custom store's `put` has not returned yet
             self._ledger.queue(key)
         return key

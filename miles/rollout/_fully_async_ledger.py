@@ -19,7 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from miles.rollout._fully_async_groups import Group, PromptGroup
 
@@ -62,7 +62,10 @@ class LedgerError(AssertionError):
 
 
 class GroupKey:
-    """One pull of one prompt group, from there to its end. Times are loop time in seconds."""
+    """One pull of one prompt group, from there to its end. Times are loop time in seconds.
+
+    Unpacks into `(prompt_group, group)`: it is what stands in the built-in store once the group is finished.
+    """
 
     __slots__ = (
         "aborted",
@@ -132,6 +135,12 @@ class GroupKey:
         self.versions = ()
         self.staleness = self.measured_serial = None
         self.aborted = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.prompt_group, self.group))
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.prompt_group, self.group)[index]
 
     @property
     def group_index(self) -> int | None:

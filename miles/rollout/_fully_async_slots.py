@@ -29,19 +29,22 @@ class SampleSlots:
     ) -> None:
         self.total = total
         self.per_group = per_group
-        self.used = 0
         self._on_room = on_room
         self._generation = generation
         self._clock = clock
         self._generating = 0  # groups
-        self._most_used_with_room = total - per_group
+        self._spare = total - per_group  # free places beside those of one more group; below 0 none fits
+
+    @property
+    def used(self) -> int:
+        return self.total - self.per_group - self._spare
 
     @property
     def groups_that_fit(self) -> int:
-        return (self.total - self.used) // self.per_group
+        return self._spare // self.per_group + 1
 
     def take(self, key: GroupKey) -> None:
-        self.used += self.per_group
+        self._spare -= self.per_group
         key.slots = self.per_group
         if not self._generating:
             self._generation.begin(key.pulled_at)
@@ -49,15 +52,14 @@ class SampleSlots:
 
     def free_one(self, key: GroupKey) -> None:
         """A sample of the group has finished. Does nothing where all of its places are free already."""
-        slots = key.slots
-        if slots:
-            key.slots = slots - 1
-            self.used = used = self.used - 1
-            if slots == 1 and key.finished_at is None:
+        if key.slots:
+            key.slots = left = key.slots - 1
+            self._spare = spare = self._spare + 1
+            if not left and key.finished_at is None:
                 self._generating -= 1
                 if not self._generating:
                     self._generation.end(self._clock())
-            if used == self._most_used_with_room:  # with more room than that, it has been called before
+            if not spare:  # with more room than that, it has been called before
                 self._on_room()
 
     def finish(self, key: GroupKey, finished_at: float) -> None:
@@ -69,5 +71,5 @@ class SampleSlots:
 
     def free_all(self, key: GroupKey) -> None:
         """The group has left generation."""
-        self.used -= key.slots
+        self._spare += key.slots
         key.slots = 0

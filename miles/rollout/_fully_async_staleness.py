@@ -46,9 +46,8 @@ class StalenessGauge:
         naming a sample of unknown age where that is wanted.
         """
         serial = self._versions.serial
-        age = self._ages.get(key.versions) if current == self._against and serial == self._serial else None
-        if age is None:
-            age = self._age(key.versions, current)
+        known = serial == self._serial and current == self._against
+        age = (self._ages.get(key.versions) if known else None) or self._age(key.versions, current)
         key.staleness = staleness = age.staleness
         key.measured_serial = serial
         if key.unversioned or not age.all_known:

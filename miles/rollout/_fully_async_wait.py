@@ -50,11 +50,9 @@ class WaitsForGroups:
     async def _next_group(self, kept: int = 0) -> GroupKey | None:
         """The oldest finished group; waits for one, and returns None where none will come because the data has ended.
         Raises as soon as the worker has ended, queued groups or not."""
-        return self._ready_group() or await self._finished.wait(partial(self._wait_for, kept), self._trainer.version)
-
-    def _ready_group(self) -> GroupKey | None:
         self._raise_if_worker_ended()
-        return self._finished.ready()
+        ready = self._finished.ready()
+        return ready or await self._finished.wait(partial(self._wait_for, kept), self._trainer.version)
 
     async def _wait_for(self, kept: int, getting: asyncio.Future[Any]) -> bool:
         """Until the group is there: true. False where the data has ended before."""

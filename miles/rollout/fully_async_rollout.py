@@ -337,7 +337,9 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
                 return  # user code has outlived its cancellation, and nobody may be left to make room in the queue
             take_stock(key, group)
             key.finished_version = self._trainer.versions.current
-            self._slots.finish(key, self.ledger.finish(key))
+            finished_at = self.ledger.finish(key)
+            if key.slots:
+                self._slots.finish(key, finished_at)
             if not self._finished.put_at_once(key):
                 await self._finished.put(key)
             self._leave(key)
@@ -349,7 +351,8 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
 
     def _leave(self, key: GroupKey) -> None:
         """The group is no longer in generation, well or badly."""
-        self._slots.free_all(key)
+        if key.slots:
+            self._slots.free_all(key)
         self._look_again()
 
     def _look_again(self) -> None:
@@ -386,24 +389,25 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
 
     async def _collect(self, rollout_id: int, mine: list[GroupKey], report: DrainReport) -> list[list[Any]]:
         """Fill `mine` and return its batch. From the last look at the groups' age to the return there is no await."""
-        seen = 0
+        config, trainer, looked_at = self.config, self._trainer, 0
         while True:
-            while len(mine) < self.config.rollout_batch_size:
-                if seen % _GROUPS_A_TURN == 0:
+            while len(mine) < config.rollout_batch_size:
+                if looked_at % _GROUPS_A_TURN == 0:
                     await asyncio.sleep(0)
-                seen += 1
-                key = self._ready_group() or await self._next_group(kept=len(mine))
+                looked_at += 1
+                self._raise_if_worker_ended()
+                key = self._finished.ready() or await self._next_group(kept=len(mine))
                 if key is None:
                     break
                 self.ledger.drain(key, rollout_id)
                 mine.append(key)
-                version = self._trainer.version
-                if version is None and self.config.max_weight_staleness is not None:
+                version = trainer.version
+                if version is None and config.max_weight_staleness is not None:
                     version = await self._weight_version.get(self.args)  # the engines' own
                 if self._is_usable(key, version, report) and (
                     self._dynamic_filter is None or await self._passes_filter(key, report)
                 ):
-                    require_members(key.prompt_group, key.group or [], self.config.n_samples_per_prompt)
+                    require_members(key.prompt_group, key.group or [], config.n_samples_per_prompt)
                     self._refusals.one_was_kept()
                 else:
                     mine.pop()

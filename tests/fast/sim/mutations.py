@@ -119,7 +119,7 @@ def slot_freed_twice(patch: pytest.MonkeyPatch) -> None:
     """Samples free their slots one by one, and the group frees all of them again."""
 
     def free_one(self: SampleSlots, key: Any) -> None:
-        self.used -= 1
+        self._spare += 1
 
     patch.setattr(SampleSlots, "free_one", free_one)
 
