@@ -62,7 +62,7 @@ from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
 from miles.rollout._fully_async_slots import SampleSlots
-from miles.rollout._fully_async_snapshot import restore_state, take_snapshot
+from miles.rollout._fully_async_snapshot import Moment, restore_state, take_moment
 from miles.rollout._fully_async_staleness import StalenessGauge, VersionSplit
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
@@ -238,10 +238,14 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         super().resume_submission()
         self._look_again()
 
+    def take_moment(self) -> Moment:
+        """Every group that is pulled and not trained, counters, versions and the data source's state, as they are now:
+        `encode` it wherever time does not matter."""
+        return take_moment(self.ledger, self._trainer.versions, self._prompts)
+
     def snapshot(self) -> dict[str, Any]:
-        """Every group that is pulled and not trained, counters, versions and the data source's state, JSON-ready and of
-        one moment. Raises SampleCodecError naming the field that cannot be saved."""
-        return take_snapshot(self.ledger, self._trainer.versions, self._prompts)
+        """The moment as JSON-ready data. Raises SampleCodecError naming a field of a prompt that cannot be saved."""
+        return self.take_moment().encode()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
