@@ -84,7 +84,7 @@ def decode_sample(data: dict[str, Any]) -> Sample:
 def _encode_saveable_items(
     held: Fields, items: dict[Any, Any], own: Collection[str], left_out: Callable[[str], None] | None
 ) -> dict[str, Any]:
-    data = {}
+    data: dict[str, Any] = {}
     for key, value in items.copy().items():
         try:
             data |= _encode({key: value}, _where(held, "metadata"))

@@ -141,14 +141,18 @@ class TestCustom:
         with pytest.raises(KeyError, match="mine"):
             await async_rm(custom(fail), Sample())
 
-    async def test_an_integer_that_no_float_can_hold_is_an_error_with_function_and_sample(self, custom):
-        for value, shown in ((10**400, "1000"), (10**5000, "a int that is too long to be shown"), ("x" * 999, "'xxx")):
-            with pytest.raises(RewardError, match=rf"^custom returned {shown}.* for sample 17: ") as caught:
-                await async_rm(custom(lambda args, sample, value=value: value), Sample(index=17))
-            assert len(str(caught.value)) < 400
-            with pytest.raises(RewardError, match="entry 'r' is not a finite number"):
-                args = custom(lambda args, sample, value=value: {"r": value}, reward_key="r")
-                await async_rm(args, Sample(index=17))
+    @pytest.mark.parametrize(
+        ("value", "shown"),
+        [(10**400, "1000"), (10**5000, "a int that is too long to be shown"), ("x" * 999, "'xxx")],
+        ids=["400 digits", "5000 digits", "text"],
+    )
+    @pytest.mark.parametrize("key", [None, "r"])
+    async def test_a_huge_value_is_an_error_with_function_and_sample(self, custom, value, shown, key):
+        args = custom(lambda args, sample: {"r": value} if key else value, reward_key=key)
+        with pytest.raises(RewardError, match=r"^custom returned .* for sample 17: .*a finite number") as caught:
+            await async_rm(args, Sample(index=17))
+        assert len(str(caught.value)) < 400
+        assert key or shown in str(caught.value)
 
     @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "0.5", [1.0], object, 1j])
     async def test_what_is_no_reward_is_an_error_with_function_sample_and_value(self, custom, value):
