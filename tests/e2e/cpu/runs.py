@@ -153,9 +153,14 @@ class Launcher:
         self._count = 0
 
     def start(self, *flags: str, driver: str = "train_async.py", fully_async: bool = True) -> RunningRun:
+        mode = ["--fully-async"] if fully_async else []
+        return self.start_as(lambda runs_dir: [*mode, *self.flags(runs_dir), *flags], driver=driver)
+
+    def start_as(self, flags_of: Callable[[Path], list[str]], *, driver: str = "train_async.py") -> RunningRun:
+        """Start a run with flags of its own: `flags_of(directory for the run's directory)`."""
         self._count += 1
         runs_dir = self.root / f"runs-{self._count}"
-        command = [sys.executable, driver, *(["--fully-async"] if fully_async else []), *self.flags(runs_dir), *flags]
+        command = [sys.executable, driver, *flags_of(runs_dir)]
         environment = {**os.environ, "MILES_EXPERIMENTAL_ROLLOUT_REFACTOR": "1", "PYTHONPATH": str(REPOSITORY)}
         process = subprocess.Popen(
             command,
