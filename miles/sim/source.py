@@ -36,13 +36,24 @@ class MemoryDataset:
 
 
 class SimulatedDataSource(RolloutDataSourceWithBuffer):
-    """Tells the observer what is pulled and what comes back. `observer` is None once its process has been killed."""
+    """Tells the observer what is pulled and what comes back. `observer` is None once its process has been killed.
 
-    def __init__(self, args: Namespace, dataset: MemoryDataset, faults: FaultBook, observer: Observer) -> None:
+    After `data_groups` groups there are none but those that come back.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        dataset: MemoryDataset,
+        faults: FaultBook,
+        observer: Observer,
+        data_groups: int | None = None,
+    ) -> None:
         super().__init__(Namespace(**{**vars(args), "rollout_global_dataset": False}))
         self.dataset: Any = dataset
         self._order_epoch()
         self._faults = faults
+        self._data_groups = data_groups
         self.observer: Observer | None = observer
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
@@ -50,6 +61,8 @@ class SimulatedDataSource(RolloutDataSourceWithBuffer):
             error = SimulatedError(f"{fault}")
             self.observer.fatal(error)
             raise error
+        if self._data_groups is not None and not self.buffer and self._next_index >= self._data_groups:
+            return []
         groups = super().get_samples(num_samples)
         for group in groups if self.observer is not None else ():
             self.observer.pulled(group)  # type: ignore[union-attr]
