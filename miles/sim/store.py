@@ -1,7 +1,7 @@
 """Stores of finished groups as a user might write them (`--custom-async-data-buffer-path`).
 
 newest_first    the newest group first; `put` waits while it is full
-refusing        the oldest first; never waits: where it is full, its oldest group is generated anew, and some are dropped
+refusing        the oldest first; never waits: where it is full, its oldest group is generated anew; drops some
 
 In quiet times both are ordinary queues, so that every group gets its turn.
 """
