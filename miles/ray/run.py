@@ -2,9 +2,10 @@
 
     async with Run(args) as run:                 Ray, placement, rollout manager, trainers, tracking
         await run.update_weights()               every wait ends at once when a process dies or the user stops the run
-        batch = await run.wait_for_batch(run.generate(0))
+        batch = await run.wait_for_batch(run.generate(0))     None where the data has ended
         await run.train(0, batch)
         run.finish_step(0)                       one line on the console, one record in every tracker
+        await run.finish()                       what the last step owes where nobody knew that it was the last
 
 Leaving the block ends every process within seconds, whatever the reason. Where the user stopped the run, a checkpoint
 is saved first.
@@ -16,7 +17,6 @@ import asyncio
 import concurrent.futures
 import json
 import logging
-import os
 import signal
 import threading
 import time
@@ -27,13 +27,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from miles.ray.cluster import RayCluster, num_engines
+from miles.ray.engine_metrics import EngineMetrics
 from miles.ray.eval import make_eval_dispatcher
+from miles.ray.faults import tolerates_engine_faults
 from miles.ray.placement_group import create_placement
-from miles.ray.rollout.rollout_manager import RolloutManager
+from miles.ray.process_list import ProcessList
+from miles.ray.rollout.rollout_manager import GeneratedBatch, RolloutManager
 from miles.ray.step_metrics import fully_async_driver_metrics
 from miles.ray.steps import Steps
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.ray.train_group import TrainGroup
+from miles.ray.weight_publisher import WeightPublisher
 from miles.utils.checkpoint_set import newest_readable
 from miles.utils.console import StepConsole, print_note
 from miles.utils.file_errors import named_errors
@@ -50,7 +54,8 @@ if TYPE_CHECKING:
 
     from miles.ray.eval.dispatcher import EvalDispatcher
     from miles.ray.eval.types import EvalPoint
-    from miles.ray.rollout.rollout_manager import GeneratedBatch
+    from miles.ray.rollout.engine_states import FleetView
+    from miles.ray.rollout.rollout_manager import DataEnd
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +78,13 @@ class Run:
         self._evals: EvalDispatcher | None = None
         self._metrics: dict[str, float] = {}
         self._example: dict[str, Any] = {}
+        self._engine_metrics = EngineMetrics(tolerates_faults=tolerates_engine_faults(args))
+        self._processes = ProcessList(self.run_dir)
         self._step_start = time.monotonic()
+        self._data_end: DataEnd | None = None
+        self._last_finished: int | None = None
+        self._last_evaluated: int | None = None
+        self._samples_cut_off = 0
 
     # -- start and end --
 
@@ -125,23 +136,29 @@ class Run:
         self.manager = manager_class.options(num_cpus=1, max_concurrency=64).remote(args, placement.engines)
         manager_started = self.manager.start.remote()
         if args.num_rollout is None:
-            engine_urls = await self._supervisor.wait(manager_started)
-            per_epoch = await self._supervisor.wait(self.manager.get_num_rollout_per_epoch.remote())
-            args = type(args)(**{**vars(args), "num_rollout": per_epoch * args.num_epoch})
+            await self._supervisor.wait(manager_started)
+            num_rollout = await self._supervisor.wait(self.manager.get_num_rollout.remote(args.num_epoch))
+            args = type(args)(**{**vars(args), "num_rollout": num_rollout})
         self.num_rollout: int = args.num_rollout
         self.trainers = TrainGroup(args, placement.trainers)
         self.trainers.watch(self._supervisor)
         checkpoint = await self._choose_checkpoint()
         self._evals = make_eval_dispatcher(args, placement.eval_engines, self._export_hf, self._publish_eval)
         evals_started = self._evals.start() if self._evals is not None else _nothing()
-        engine_urls, resumed_at, eval_pids = await self._supervisor.wait(
+        _, resumed_at, eval_pids = await self._supervisor.wait(
             asyncio.gather(_result(manager_started), self.trainers.init(checkpoint), evals_started)
         )
         self._supervisor.watch("rollout_manager", self.manager, self._log("rollout_manager"), endless=True)
         self.start_rollout_id: int = resumed_at if args.start_rollout_id is None else args.start_rollout_id
         await self._resume_rollout(checkpoint, resumed_at)
         self._steps = Steps(args, self.manager, self.trainers)
-        await self._supervisor.wait(self.trainers.connect_engines(engine_urls))
+        self._weights = WeightPublisher(
+            self.manager,
+            self.trainers,
+            tolerates_faults=tolerates_engine_faults(args),
+            on_published=self._weights_published,
+            on_view=self._learn_of_engines,
+        )
         await self._write_processes(eval_pids or {})
 
     async def _choose_checkpoint(self) -> str | None:
@@ -170,12 +187,23 @@ class Run:
             await self._supervisor.wait(self.manager.load.remote(start - 1, checkpoint))
 
     async def _write_processes(self, eval_pids: dict[str, int]) -> None:
-        """`processes.json`: the process id of everything that the run consists of, for the user's tools."""
         rollout = await self._supervisor.wait(self.manager.pids.remote())
         trainers = await self._supervisor.wait(self.trainers.pids())
+        self._processes.learn({**rollout, **trainers, **eval_pids})
         self._supervisor.learn_pids({**rollout, **trainers})
-        path = self.run_dir / "processes.json"
-        path.write_text(json.dumps({"driver": os.getpid(), **rollout, **trainers, **eval_pids}, indent=2) + "\n")
+
+    def _learn_of_engines(self, view: FleetView) -> None:
+        """What has happened to engines goes to the console, and into the metrics of the step."""
+        for note in view.notes:
+            self._console.note(note)
+        if view.pids:
+            self._processes.learn(view.pids)
+            self._supervisor.learn_pids(view.pids)
+        self._engine_metrics.learn(view)
+
+    def _weights_published(self, version: int) -> None:
+        if self._evals is not None:
+            self._evals.on_weights_published(version)
 
     async def _shut_down(self) -> None:
         await self._supervisor.close()
@@ -210,16 +238,20 @@ class Run:
     def rollout_ids(self) -> range:
         return range(self.start_rollout_id, self.num_rollout)
 
-    def generate(self, rollout_id: int) -> ObjectRef[GeneratedBatch]:
+    def generate(self, rollout_id: int) -> ObjectRef[GeneratedBatch | DataEnd]:
         """Start to collect one batch."""
-        ref: ObjectRef[GeneratedBatch] = self.manager.generate.remote(rollout_id)
+        ref: ObjectRef[GeneratedBatch | DataEnd] = self.manager.generate.remote(rollout_id)
         return ref
 
-    async def wait_for_batch(self, ref: ObjectRef[GeneratedBatch]) -> GeneratedBatch:
-        """The batch, once it is collected; the time waited counts as the trainer's idle time."""
+    async def wait_for_batch(self, ref: ObjectRef[GeneratedBatch | DataEnd]) -> GeneratedBatch | None:
+        """The batch, once it is collected, or None where the data has ended; the time waited counts as the trainer's
+        idle time."""
         async with self._span("wait", "perf/train_wait_time"):
-            batch: GeneratedBatch = await self._supervisor.wait(ref)
-        return batch
+            batch: GeneratedBatch | DataEnd = await self._supervisor.wait(self._weights.wait(ref))
+        if isinstance(batch, GeneratedBatch):
+            return batch
+        self._data_end = batch
+        return None
 
     async def train(self, rollout_id: int, batch: GeneratedBatch) -> None:
         """One training step on `batch`."""
@@ -230,17 +262,20 @@ class Run:
         self._example = batch.example
         async with self._span("training", "perf/train_time", rollout_id):
             self._metrics |= await self._supervisor.wait(self._steps.train(rollout_id, batch.data_ref))
+        self._samples_cut_off = batch.samples_cut_off
+        self._weights.on_trained()
         if self._evals is not None:
             self._evals.on_trained()
 
     async def update_weights(self) -> None:
         """Bring every engine to the trainer's weights."""
         async with self._span("weight_update", "perf/update_weights_time"):
-            version, metrics = await self._supervisor.wait(self.trainers.update_weights())
-            await self._supervisor.wait(self.manager.set_weight_version.remote(version))
-            if self._evals is not None:
-                self._evals.on_weights_published(version)
+            metrics = await self._supervisor.wait(self._weights.publish())
         self._metrics |= metrics
+
+    async def engine_waits_for_weights(self) -> bool:
+        """Whether an engine was lost and has come back: it gets requests again only after an update."""
+        return bool(await self._supervisor.wait(self._weights.engine_waits()))
 
     async def eval_before_train(self) -> None:
         """Evaluate the weights that training starts from, unless it is resumed or the user skips it.
@@ -261,18 +296,19 @@ class Run:
 
     async def eval_if_due(self, rollout_id: int) -> None:
         if should_run_periodic_action(rollout_id, self.args.eval_interval, num_rollout=self.num_rollout):
-            await self._eval(rollout_id)
+            await self._eval(rollout_id, is_last=rollout_id == self.num_rollout - 1)
 
-    async def _eval(self, rollout_id: int) -> None:
+    async def _eval(self, rollout_id: int, *, is_last: bool = False) -> None:
         if self._evals is not None:
             start = time.monotonic()
-            is_last = rollout_id == self.num_rollout - 1
-            await self._supervisor.wait(self._evals.dispatch(rollout_id, force=is_last))
+            if await self._supervisor.wait(self._evals.dispatch(rollout_id, force=is_last)):
+                self._last_evaluated = rollout_id
             self._metrics["perf/eval_time"] = time.monotonic() - start  # as far as training waited for it
             return
         async with self._span("eval", "perf/eval_time", rollout_id):
             self._metrics |= await self._supervisor.wait(self.manager.eval.remote(rollout_id))
         self._metrics["eval/steps_trained"] = rollout_id + 1
+        self._last_evaluated = rollout_id
 
     async def _export_hf(self, directory: str) -> None:
         await self._supervisor.wait(self.trainers.export_hf(directory))
@@ -305,12 +341,38 @@ class Run:
         self._metrics["perf/wait_time_ratio"] = self._metrics.get("perf/train_wait_time", 0.0) / step_time
         if self.args.fully_async:
             self._metrics |= fully_async_driver_metrics(self._metrics, step_time)
+        self._metrics |= self._engine_metrics.take()
         self._tracker.log(self._metrics, step=rollout_id)
         self._console.step(rollout_id, self._metrics)
+        self._last_finished = rollout_id
         interval = self.args.log_sample_interval
         if interval and rollout_id % interval == 0:
             self._console.sample(self._example)
         self._metrics = {}
+
+    async def finish(self) -> None:
+        """Where the data has ended before --num-rollout: save and evaluate, as after the last step, and say so.
+
+        Raises RunFailed where there was nothing to train on at all.
+        """
+        end, self._metrics = self._data_end, {}
+        if end is None:
+            return
+        last = self._last_finished
+        if last is None:
+            if self.start_rollout_id == 0:
+                raise RunFailed(f"the data ended before the first step: {end.reason}")
+            self._console.note(f"nothing left to do: the data ended after {self.start_rollout_id} steps ({end.reason})")
+            return
+        await self._supervisor.wait(self._steps.finish())
+        if self.args.eval_interval is not None and self._last_evaluated != last:
+            await self._eval(last, is_last=True)
+            if self._evals is None:
+                self._tracker.log(self._metrics, step=last)
+                self._console.eval(self._metrics, step=last)
+        self._tracker.log({"end/samples_left_out": end.samples_left_out + self._samples_cut_off}, step=last)
+        cut_off = f"; {self._samples_cut_off} samples were cut off the last batch" if self._samples_cut_off else ""
+        self._console.note(f"the data ended after {last + 1} steps ({end.reason}{cut_off})")
 
     # -- measuring
 

@@ -14,8 +14,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import miles.rollout.fully_async_rollout as heart
-from miles.rollout._fully_async_errors import EndOfData, NoProgress, NothingGetsThrough
-from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnTrainInput
+from miles.rollout._fully_async_errors import NoProgress, NothingGetsThrough
+from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnTrainInput
 from miles.sim.evaluation import SharedEngineEvaluation
 from miles.sim.faults import FaultBook, Misbehaved
 from miles.sim.plugins import FilterFailed
@@ -28,6 +28,7 @@ from miles.sim.waits import Waits
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from miles.rollout.base_types import RolloutFnTrainOutput
     from miles.sim.engines import EnginePool
     from miles.sim.observer import Books, Observer
 
@@ -244,9 +245,15 @@ class TrainingProcess:
             )
         waits.group_came(loop.time())
         self.observer.require_no_end()
+        self._require_last_is_said(output)
         self.trace.add("batch", step)
         self._batch_version = self.engines.versions.current
         return output.samples
+
+    def _require_last_is_said(self, output: RolloutFnTrainOutput) -> None:
+        short = len(output.samples) < self.schedule.rollout_batch_size
+        if output.is_last != short:
+            self.trace.violate(f"a batch of {len(output.samples)} groups has is_last {output.is_last}")
 
     def group_came(self, index: int) -> None:
         """The call has taken a group."""

@@ -19,19 +19,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from miles.ray.cluster import num_engines, num_trainers
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
-from miles.ray.rollout.engine_actor import EngineActor
+from miles.ray.faults import tolerates_engine_faults
+from miles.ray.rollout.engine import RayEngine
+from miles.ray.rollout.engine_fleet import EngineFleet
+from miles.ray.rollout.engine_health import EngineHealth, HealthConfig
 from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
 from miles.ray.rollout.router import Router
-from miles.ray.rollout.train_data import convert_samples_to_train_data, flatten_and_trim, split_train_data_by_dp
+from miles.ray.rollout.train_data import (
+    args_of_last_batch,
+    convert_samples_to_train_data,
+    flatten_and_trim,
+    flatten_samples,
+    split_train_data_by_dp,
+)
 from miles.rollout._fully_async_trace import observe_groups
 from miles.rollout._submission_gate import submission_paused_from_outside
-from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles.rollout.eval_flags import eval_way
 from miles.rollout.inference_rollout.compatibility import call_rollout_function, load_rollout_function
 from miles.utils.arguments import resolve_rollout_function_paths
@@ -39,12 +47,13 @@ from miles.utils.async_utils import close_async_loop, get_async_loop, run
 from miles.utils.http_utils import close_http_client, init_http_client
 from miles.utils.logging_utils import redirect_output
 from miles.utils.misc import load_function
-from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
     from miles.ray.placement_group import Bundles
+    from miles.ray.rollout.engine_states import EngineRef, FleetView
     from miles.rollout.data_source import DataSource
     from miles.utils.timeline import Interval
     from miles.utils.trace import GroupPhase
@@ -52,7 +61,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_GPU_SHARE = 0.2
 _CLOSE_SECS = 5.0
 
 
@@ -73,6 +81,16 @@ class GeneratedBatch:
     generation_intervals: list[Interval]  # seconds since the epoch during which a sample was being generated
     example: dict[str, Any] = field(default_factory=dict)  # prompt, response, label, reward, weight_versions of one
     group_phases: list[GroupPhase] = field(default_factory=list)  # what ended since the last batch, for the trace
+    samples_cut_off: int = 0  # at its end
+
+
+@dataclass(frozen=True)
+class DataEnd:
+    """There is no batch any more."""
+
+    reason: str
+    samples_left_out: int = 0
+    """They were too few for a training step; they stay in the rollout's state."""
 
 
 class RolloutManager:
@@ -87,24 +105,15 @@ class RolloutManager:
         self._weight_version: int | None = None
         self._turns = Turns()
         self._dp_size = num_trainers(args)
-        actor_class = ray.remote(EngineActor)
-        self._engines = [
-            actor_class.options(
-                **engine_bundles.actor_options(i * int(args.rollout_num_gpus_per_engine), gpu_share=_ENGINE_GPU_SHARE)
-            ).remote(args, i)
-            for i in range(num_engines(args))
-        ]
+        self._fleet = make_fleet(args, engine_bundles, self._router)
 
-    async def start(self) -> list[str]:
-        """Start router and engines, build data source and rollout functions; returns the engine URLs."""
-        _, _, *urls = await asyncio.gather(
+    async def start(self) -> None:
+        """Start router and engines, build data source and rollout functions."""
+        await asyncio.gather(
             self._router.start(),
             asyncio.to_thread(self._build_rollout_functions),
-            *(engine.start.remote() for engine in self._engines),
+            self._fleet.start(),
         )
-        await self._router.add_engines(urls)
-        self.engine_urls = urls
-        return urls
 
     def _build_rollout_functions(self) -> None:
         args = self._args
@@ -124,10 +133,31 @@ class RolloutManager:
         """Whole batches in one pass over the prompts."""
         return int(len(self._data_source.dataset) // self._args.rollout_batch_size)
 
-    async def set_weight_version(self, version: int) -> None:
-        """The trainer's own number for the weights that the engines have from now on."""
-        self._weight_version = version
-        await asyncio.to_thread(self._state.on_weight_version, version)
+    async def get_num_rollout(self, num_epoch: int) -> int:
+        """So many times the whole batches in one pass; where a pass has fewer prompts than a batch, the whole batches
+        in all of them, and at least one."""
+        prompts, batch = len(self._data_source.dataset), self._args.rollout_batch_size
+        return int(prompts // batch * num_epoch or max(1, prompts * num_epoch // batch))
+
+    async def engines(self) -> FleetView:
+        """The engines as they are now, and what has happened since the last view."""
+        return self._fleet.view()
+
+    async def begin_update(self, only_waiting: bool = False) -> tuple[EngineRef, ...]:
+        """The engines that weights are to be sent to now; see `EngineFleet`."""
+        return self._fleet.begin_update(only_waiting=only_waiting)
+
+    async def fail_update(self, engines: Sequence[EngineRef], url: str, reason: str, answered: bool) -> None:
+        """The update failed at the engine with this URL; returns once the one at fault is out of the fleet."""
+        await self._fleet.fail_update(engines, url, reason, answered=answered)
+
+    async def finish_update(self, engines: Sequence[EngineRef], version: int) -> FleetView:
+        """These engines have the weights that the trainer calls `version`; all of them serve when this returns."""
+        if version != self._weight_version:
+            self._weight_version = version
+            await asyncio.to_thread(self._state.on_weight_version, version)
+        await self._fleet.finish_update(engines)
+        return self._fleet.view()
 
     async def acknowledge(self, rollout_id: int) -> None:
         """The trainer has finished its step on this batch: its groups are trained."""
@@ -137,18 +167,28 @@ class RolloutManager:
         """The trainer's step on this batch has failed: its groups are not trained."""
         await asyncio.to_thread(self._state.give_back, rollout_id)
 
-    async def generate(self, rollout_id: int) -> GeneratedBatch:
-        """One training batch. Raises what the rollout function raised."""
+    async def generate(self, rollout_id: int) -> GeneratedBatch | DataEnd:
+        """One training batch, if the data has not ended. Raises what the rollout function raised."""
         async with self._turns.of(self._rollout_fn):
             return await asyncio.to_thread(self._generate, rollout_id)
 
-    def _generate(self, rollout_id: int) -> GeneratedBatch:
+    def _generate(self, rollout_id: int) -> GeneratedBatch | DataEnd:
         start = time.monotonic()
         self._state.before_generate(rollout_id)
         rollout_input = RolloutFnTrainInput(rollout_id, weight_version=self._weight_version)
-        output = call_rollout_function(self._rollout_fn, rollout_input)
+        try:
+            output = call_rollout_function(self._rollout_fn, rollout_input)
+        except EndOfData as end:
+            return DataEnd(str(end))
         rollout_time = time.monotonic() - start
-        samples, num_trimmed = flatten_and_trim(self._args, output.samples, dp_size=self._dp_size)
+        args = self._args
+        if output.is_last:
+            num_samples = sum(1 for _ in flatten_samples(output.samples))
+            of_last_batch = args_of_last_batch(args, num_samples, self._dp_size)
+            if of_last_batch is None:
+                return self._leave_out(rollout_id, num_samples)
+            args = of_last_batch
+        samples, num_trimmed = flatten_and_trim(args, output.samples, dp_size=self._dp_size)
         data = convert_samples_to_train_data(self._args, samples)
         metrics = {**(output.metrics or {}), "perf/rollout_time": rollout_time}
         if not (self._log_rollout and self._log_rollout(rollout_id, self._args, samples, metrics, rollout_time)):
@@ -159,7 +199,7 @@ class RolloutManager:
                 rollout_time=rollout_time,
                 num_trimmed=num_trimmed,
             )
-        shards = split_train_data_by_dp(self._args, data, self._dp_size)
+        shards = split_train_data_by_dp(args, data, self._dp_size)
         return GeneratedBatch(
             data_ref=[Box(ray.put(shard)) for shard in shards],
             sample_indices=[sample.index for sample in samples],
@@ -167,6 +207,15 @@ class RolloutManager:
             generation_intervals=self._drain_generation_intervals(),
             example=_example(samples),
             group_phases=self._take_group_phases(),
+            samples_cut_off=num_trimmed,
+        )
+
+    def _leave_out(self, rollout_id: int, num_samples: int) -> DataEnd:
+        """The data has ended, and what is left of it makes no step: it stays where it is saved."""
+        self._state.give_back(rollout_id)
+        return DataEnd(
+            f"the last {num_samples} samples are fewer than the {self._dp_size} trainer ranks, and are left out",
+            samples_left_out=num_samples,
         )
 
     async def take_group_phases(self) -> list[GroupPhase]:
@@ -198,32 +247,21 @@ class RolloutManager:
 
     async def pids(self) -> dict[str, int]:
         """Process ids of the manager, the router, and each engine's actor and server."""
-        pids = {"rollout_manager": os.getpid(), "router": self._router.pid}
-        for i, engine in enumerate(await asyncio.gather(*(e.pids.remote() for e in self._engines))):
-            pids |= {f"engine-{i}-actor": engine["actor"], f"engine-{i}": engine["server"]}
-        return pids
+        return {"rollout_manager": os.getpid(), "router": self._router.pid, **await self._fleet.pids()}
 
     async def watch(self) -> None:
-        """Never returns; raises when the router, an engine or an engine's actor dies."""
-        watchers = [asyncio.ensure_future(self._router.watch())]
-        watchers += [asyncio.ensure_future(self._watch_engine(i)) for i in range(len(self._engines))]
+        """Never returns; raises when the router dies, or engines in a way that the run does not survive."""
+        watchers = [asyncio.ensure_future(self._router.watch()), asyncio.ensure_future(self._fleet.watch())]
         done, pending = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         await done.pop()
 
-    async def _watch_engine(self, index: int) -> None:
-        try:
-            await self._engines[index].watch.remote()
-        except RayActorError as error:
-            log = self._logs / f"engine-{index}.log"
-            raise ProcessDied(f"the actor that owns engine-{index} died; see {log}{log_tail(log)}") from error
-
     async def dispose(self) -> None:
         """End the rollout functions, the data source, the router and the engines. Bounded in time."""
         await asyncio.to_thread(self._close_rollout_functions)
-        await asyncio.gather(self._router.stop(), *(engine.stop.remote() for engine in self._engines))
+        await asyncio.gather(self._router.stop(), self._fleet.stop())
 
     def _close_rollout_functions(self) -> None:
         for part in (getattr(self, "_rollout_fn", None), getattr(self, "_eval_fn", None)):
@@ -244,6 +282,19 @@ class RolloutManager:
     def _drain_generation_intervals(self) -> list[Interval]:
         busy = getattr(getattr(self._rollout_fn, "state", None), "busy", None)
         return busy.drain() if busy is not None else []
+
+
+def make_fleet(args: Namespace, bundles: Bundles, router: Router) -> EngineFleet:
+    """The engines of the run, not yet started."""
+    tolerates_faults = tolerates_engine_faults(args)
+    return EngineFleet(
+        lambda index: RayEngine(args, index, bundles),
+        num_engines(args),
+        router,
+        EngineHealth(args.rollout_health_check_timeout),
+        looks=HealthConfig.from_args(args) if tolerates_faults else None,
+        tolerates_faults=tolerates_faults,
+    )
 
 
 def load_rollout_functions(args: Namespace, data_source: DataSource) -> tuple[Any, Any]:

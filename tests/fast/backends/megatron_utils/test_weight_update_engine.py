@@ -164,7 +164,7 @@ def test_a_refusal_fails_the_update_at_once_and_the_next_one_works(
 
 def test_an_engine_that_refuses_a_tensor_is_named(engine: str, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.connect_engines([engine])
-    monkeypatch.setattr(trainer, "hf_named_tensors", lambda: iter([("model.unknown.weight", torch.zeros(2))]))
+    monkeypatch.setattr(trainer, "_gathered_weights", lambda: iter([[("model.unknown.weight", torch.zeros(2))]]))
     start = time.monotonic()
     with pytest.raises(WeightUpdateError, match=r"model\.unknown\.weight"):
         trainer.update_weights()
@@ -173,7 +173,7 @@ def test_an_engine_that_refuses_a_tensor_is_named(engine: str, trainer: Any, mon
 
 def test_connecting_to_an_engine_that_is_not_there_fails_at_once(trainer: Any) -> None:
     start = time.monotonic()
-    with pytest.raises(WeightUpdateError, match="gave no answer to /init_weights_update_group"):
+    with pytest.raises(WeightUpdateError, match="gave no answer to /model_info: no sign of life"):
         trainer.connect_engines([f"http://127.0.0.1:{free_port()}"])
     assert time.monotonic() - start < 10
 
