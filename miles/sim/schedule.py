@@ -188,7 +188,7 @@ def _from_random(seed: int, rng: random.Random) -> Schedule:
         max_weight_staleness=0 if sync_like else rng.choice([None, 1, 1, 2, 3]),
         capacity_factor=rng.choice([None, 0.5, 1.0, 2.0]),
         max_bytes=rng.choice([None, None, None, 5_000, 20_000]),
-        store=rng.choice(["builtin", "builtin", "builtin", "builtin", "newest_first", "refusing"]),
+        store=rng.choice(["builtin", "builtin", "builtin", "newest_first", "refusing"]),
         nested=rng.random() < 0.2,
         granularity=rng.choice(["group", "sample"]),
         unused_handler=rng.choice(["retry", "retry", "retry", "drop"]),
