@@ -26,7 +26,11 @@ def preflight(args: Namespace) -> None:
     check_cluster_paths(args)
     check_prompt_data(args)
     check_memory(args)
-    for flag, path in (("--runs-dir", args.runs_dir), ("--save", args.save)):
+    for flag, path in (
+        ("--runs-dir", args.runs_dir),
+        ("--save", args.save),
+        ("--update-weight-disk-dir", args.update_weight_disk_dir),
+    ):
         if path is not None:
             check_writable(flag, Path(path))
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[4]
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"), pytest.mark.timeout(180)]
 
 
 @contextmanager
@@ -225,6 +225,39 @@ def test_an_engine_lost_within_a_bucket_is_named_and_the_rest_is_updated_under_t
     assert answer["meta_info"]["weight_version"] == "7" == str(trainer.weight_version)
 
 
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_ranks_that_share_the_model_update_and_fail_together(
+    engine: str, checkpoints: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
+    """A refusal on rank 0 must not leave the other rank in a gather."""
+    port = free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    module = "tests.fast.backends.megatron_utils.update_ranks_main"
+    arguments = [str(port), str(checkpoints["qwen3-tied"]), engine]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), *arguments, str(tmp_path / str(rank)), layout],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    first, second = (json.loads((tmp_path / str(rank)).read_text(encoding="utf-8")) for rank in range(2))
+    assert first.pop("bytes") > 40_000 and second.pop("bytes") is None
+    assert first == second == {"culprit": "http://culprit", "version then": 1, "version": 2}
+    answer = call(engine, "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
+    assert answer["meta_info"]["weight_version"] == "2"
+
+
 def test_an_engine_that_comes_back_joins_the_next_group(engine: str, victim: tuple[str, int], trainer: Any) -> None:
     trainer.connect_engines([engine])
     trainer.update_weights()
@@ -254,7 +287,7 @@ def test_a_group_that_does_not_come_about_is_given_up_on_all_sides(
 
 def test_an_engine_that_refuses_a_tensor_is_named(engine: str, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.connect_engines([engine])
-    monkeypatch.setattr(trainer, "hf_named_tensors", lambda: iter([("model.unknown.weight", torch.zeros(2))]))
+    monkeypatch.setattr(trainer, "_gathered_weights", lambda: iter([[("model.unknown.weight", torch.zeros(2))]]))
     start = time.monotonic()
     with pytest.raises(WeightUpdateError, match=r"model\.unknown\.weight"):
         trainer.update_weights()
