@@ -36,7 +36,12 @@ REFUSED_VALUES: tuple[RefusedValue, ...] = (
     RefusedValue("--expert-model-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
     RefusedValue("--expert-tensor-parallel-size", _only(1, None), _NOT_SPLIT, _USE_DATA_PARALLEL),
     RefusedValue("--actor-num-nodes", _only(1), "training on several nodes is not available yet", "1"),
-    RefusedValue("--update-weight-transfer-mode", _only("broadcast"), "weights travel by broadcast only", "broadcast"),
+    RefusedValue(
+        "--update-weight-transfer-mode",
+        _only("broadcast", "disk-delta"),
+        "weights are not written into an engine's memory",
+        "broadcast or disk-delta",
+    ),
     RefusedValue("--qkv-format", _only("thd"), "micro batches are packed without padding", "thd"),
     RefusedValue("--megatron-to-hf-mode", _only("raw"), "megatron-bridge is not used", "raw"),
     RefusedValue(
