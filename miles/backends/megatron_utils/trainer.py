@@ -293,11 +293,12 @@ class MegatronTrainer:
         )
         indices = [[samples[i] for i in part] for part in parts]
         on_gpu = self._device.type == "cuda"
+        sharing = self._layout.tensor if self._layout.sequence_parallel else 1
         return [
             micro_batch(
                 batch,
                 part,
-                pad_multiple=pad_multiple(self._args, on_gpu=on_gpu),
+                pad_multiple=pad_multiple(self._args, on_gpu=on_gpu, ranks=sharing),
                 with_layout=not use_transformer_engine(self._args),
             )
             for part in indices
