@@ -29,7 +29,8 @@ if not torch.cuda.is_available():  # before anything of megatron-core is importe
 from miles.backends.megatron_utils import checkpoint, metrics, parallel
 from miles.backends.megatron_utils.gather import GatherPlan, gathered_weights
 from miles.backends.megatron_utils.hf_export import export_hf_checkpoint
-from miles.backends.megatron_utils.model import build_model, params_dtype, use_transformer_engine
+from miles.backends.megatron_utils.lockstep import in_lockstep
+from miles.backends.megatron_utils.model import build_model, use_transformer_engine
 from miles.backends.megatron_utils.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from miles.backends.megatron_utils.train_data import MicroBatch
+    from miles.backends.megatron_utils.wire import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -326,8 +328,13 @@ class MegatronTrainer:
             yield from bucket
 
     def weight_checksums(self) -> dict[str, str]:
-        """Hugging Face name -> checksum of the weight as the engines receive it, on rank 0; a collective."""
-        return {name: tensor_checksum(tensor) for name, tensor in self._weights_for_engines()}
+        """Hugging Face name -> checksum of the weight as the engines receive it; every rank calls it."""
+        dtype = self._update_config.dtype
+        return {
+            name: tensor_checksum(tensor if dtype is None else tensor.to(dtype))
+            for piece in self._gathered_weights()
+            for name, tensor in piece
+        }
 
     def connect_engines(self, engine_urls: list[str]) -> None:
         """Form the weight-update group with these engines (rank 0; the other ranks have nothing to do)."""
@@ -338,27 +345,27 @@ class MegatronTrainer:
         self._updater.connect(engine_urls)
 
     def update_weights(self) -> dict[str, float]:
-        """Push the weights to all connected engines as version `weight_version + 1`; returns timings.
+        """Push the weights to all connected engines as version `weight_version + 1`; returns timings (on rank 0).
+
+        Every rank calls it, and every rank raises what rank 0 met.
 
         Raises:
-            WeightUpdateError: an engine refused or went silent; `weight_version` is unchanged.
+            WeightUpdateError: an engine refused or went silent; `weight_version` is unchanged, so that the same update
+                can be repeated once `connect_engines` has replaced the group.
             ValueError: with --check-weight-update-equal, where an engine's weights differ afterwards.
         """
         version = self.weight_version + 1
-        timings: dict[str, float] = {}
-        tensors = self._weights_for_engines()
-        try:
-            if self.is_weight_source:
-                if self._updater is None:
-                    raise RuntimeError("connect_engines() before update_weights()")
-                timings = self._updater.update(tensors, version)
-        finally:
-            for _ in tensors:  # the other ranks send their shards, also where rank 0 has failed
-                pass
+
+        def send(pieces: Iterator[Piece]) -> dict[str, float]:
+            if self._updater is None:
+                raise RuntimeError("connect_engines() before update_weights()")
+            return self._updater.update(pieces, version)
+
+        timings = in_lockstep(self._gathered_weights(), send if self.is_weight_source else None)
         self.weight_version = version
         if getattr(self._args, "check_weight_update_equal", False):
             self._check_engines()
-        return timings
+        return timings or {}
 
     def close(self) -> None:
         """Leave all groups. Idempotent; bounded even where engines are gone."""
@@ -367,18 +374,15 @@ class MegatronTrainer:
             self._updater = None
         parallel.shutdown_distributed()
 
-    def _weights_for_engines(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the number format that the engines hold."""
-        dtype = params_dtype(self._args)
-        if getattr(self._args, "rollout_engine", None) == "embedded":
-            dtype = getattr(torch, getattr(self._args, "embedded_dtype", None) or "float32")
-        for name, tensor in self.hf_named_tensors():
-            yield name, tensor.to(dtype)
+    def _gathered_weights(self) -> Iterator[Piece]:
+        """All weights, in the trainer's number format, in pieces; every rank iterates it to the end."""
+        return gathered_weights(self._plan, self._stages, self._hf, self._update_config.piece_bytes)
 
     def _check_engines(self) -> None:
         expected = self.weight_checksums()
-        if self._updater is None:
+        if not self.is_weight_source:
             return
+        assert self._updater is not None
         for engine, found in zip(self._updater.engines, self._updater.checksums(), strict=True):
             compare_checksums(expected, found, engine.url)
 
