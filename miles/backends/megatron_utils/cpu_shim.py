@@ -18,8 +18,8 @@ exists, so a GPU run can never be slowed down or altered by it.
 How: the modules of megatron-core get a `torch` of their own, a copy of the real module with these few functions
 replaced. The real `torch` keeps all its functions: code of ours that asks for a GPU by mistake fails as it would
 without the shim, and PyTorch's own machinery (`with torch.device(...)`, say) finds what it expects. Only the three
-methods in the two rows before the last cannot be handed out that way; they look at their caller and change nothing for anyone
-else.
+methods in the two rows before the last cannot be handed out that way; they look at their caller and change nothing for
+anyone else.
 
 It leans on internals of the pinned megatron-core version (see constraints.txt).
 """

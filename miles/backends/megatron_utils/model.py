@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from miles.backends.megatron_utils.hf_config import HFModelConfig
-    from miles.backends.megatron_utils.parallel import ParallelLayout
+    from miles.backends.megatron_utils.layout import ParallelLayout
 
 
 def use_transformer_engine(args: Namespace) -> bool:
