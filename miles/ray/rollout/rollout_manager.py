@@ -105,19 +105,8 @@ class RolloutManager:
         self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
         self._turns = Turns()
-<<<<<<< HEAD
         self._dp_size = data_parallel_size(args)
-        actor_class = ray.remote(EngineActor)
-        self._engines = [
-            actor_class.options(
-                **engine_bundles.actor_options(i * int(args.rollout_num_gpus_per_engine), gpu_share=_ENGINE_GPU_SHARE)
-            ).remote(args, i)
-            for i in range(num_engines(args))
-        ]
-=======
-        self._dp_size = num_trainers(args)
         self._fleet = make_fleet(args, engine_bundles, self._router)
->>>>>>> main
 
     async def start(self) -> None:
         """Start router and engines, build data source and rollout functions."""
