@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from miles.ray.cluster import num_engines, num_trainers
+from miles.backends.training_utils.flags import data_parallel_size
+from miles.ray.cluster import num_engines
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
 from miles.ray.faults import tolerates_engine_faults
@@ -104,7 +105,7 @@ class RolloutManager:
         self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
         self._turns = Turns()
-        self._dp_size = num_trainers(args)
+        self._dp_size = data_parallel_size(args)
         self._fleet = make_fleet(args, engine_bundles, self._router)
 
     async def start(self) -> None:
