@@ -103,11 +103,13 @@ class Shims:
         return Command(call["argv"][1:], call["environment"], call["cwd"])
 
 
-def check(command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Verdict:
-    """What train_async.py would say to this command on a machine with CUDA devices and SGLang."""
+def check(
+    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, has_gpus: bool = True
+) -> Verdict:
+    """What train_async.py would say to this command on a machine that has SGLang, and CUDA devices or none."""
     assert Path(command.argv[0]).name == "train_async.py", command.argv
     argv = command.argv[1:]
-    monkeypatch.setattr(arguments, "cuda_device_present", lambda: True)
+    monkeypatch.setattr(arguments, "cuda_device_present", lambda: has_gpus)
     monkeypatch.setattr(arguments, "sglang_installed", lambda: True)
     name = arguments.EXPERIMENTAL_ROLLOUT_ENV
     monkeypatch.setenv(name, command.environment.get(name, ""))
