@@ -39,6 +39,12 @@ class FinishedRun:
         records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         return [record for record in records if "eval/weight_version" in record]
 
+    def records(self, key: str) -> list[dict[str, Any]]:
+        """The records that have this key; none where nothing was logged."""
+        path = self.run_dir / "metrics.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [record for record in records if key in record]
+
     def sum_of(self, metric: str) -> float:
         return sum(step[metric] for step in self.steps())
 
