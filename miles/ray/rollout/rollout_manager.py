@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayActorError
 
-from miles.ray.cluster import num_engines, num_trainers
+from miles.ray.cluster import data_parallel_size, num_engines
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
 from miles.ray.rollout.engine_actor import EngineActor
@@ -102,7 +102,7 @@ class RolloutManager:
         self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
         self._turns = Turns()
-        self._dp_size = num_trainers(args)
+        self._dp_size = data_parallel_size(args)
         actor_class = ray.remote(EngineActor)
         self._engines = [
             actor_class.options(

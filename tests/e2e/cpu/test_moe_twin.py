@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.timeout(300), getattr(pytest.mark, "stage-a-cpu")]
 
 # As on eight GPUs, as far as a CPU allows: no context parallelism (it needs Transformer Engine's attention).
-MIXTURE_OF_EXPERTS = False
+MIXTURE_OF_EXPERTS = True
 PARALLELISM = Parallelism(pipeline=1, expert=1)
 
 TWIN = Scale(
