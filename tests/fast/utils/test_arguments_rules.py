@@ -47,6 +47,10 @@ def test_batch_and_steps_follow_from_each_other(flags: list[str], batch: int, st
         ),
         (["--use-dynamic-batch-size"], "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         (
+            ["--share-one-gpu"],
+            "--share-one-gpu is for one trainer rank and one engine, got --actor-num-nodes 1, --actor",
+        ),
+        (
             ["--use-dynamic-global-batch-size", "--num-steps-per-rollout", "2"],
             "--use-dynamic-global-batch-size makes one step of a rollout, but --num-steps-per-rollout is 2",
         ),
