@@ -9,7 +9,6 @@ import secrets
 import shutil
 import tempfile
 from contextlib import contextmanager
-from math import prod
 from typing import TYPE_CHECKING
 
 import ray
@@ -138,9 +137,3 @@ def num_managers(args: Namespace) -> int:
 
 def num_trainers(args: Namespace) -> int:
     return int(args.actor_num_nodes) * int(args.actor_num_gpus_per_node)
-
-
-def data_parallel_size(args: Namespace) -> int:
-    """Trainer ranks that get different samples: as many as there are copies of the model."""
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    return num_trainers(args) // prod(int(getattr(args, size, None) or 1) for size in sizes)

@@ -53,6 +53,7 @@ FLAG_MODULES = (
     "miles.rollout.inference_rollout.flags",
     "miles.backends.training_utils.flags",
     "miles.backends.megatron_utils.flags",
+    "miles.backends.megatron_utils.parallel_flags",
     "miles.backends.megatron_utils.model_shape_flags",
     "miles.ray.flags",
     "miles.ray.fault_flags",

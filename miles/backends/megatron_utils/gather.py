@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from miles.backends.megatron_utils.hf_config import HFModelConfig
-    from miles.backends.megatron_utils.parallel import ParallelLayout
+    from miles.backends.megatron_utils.layout import ParallelLayout
 
 NamedTensor = tuple[str, torch.Tensor]
 

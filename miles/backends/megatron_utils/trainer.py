@@ -29,6 +29,7 @@ if not torch.cuda.is_available():  # before anything of megatron-core is importe
 from miles.backends.megatron_utils import checkpoint, metrics, parallel
 from miles.backends.megatron_utils.gather import GatherPlan, gathered_weights
 from miles.backends.megatron_utils.hf_export import export_hf_checkpoint
+from miles.backends.megatron_utils.layout import ParallelLayout, uneven_pipeline
 from miles.backends.megatron_utils.lockstep import in_lockstep
 from miles.backends.megatron_utils.model import build_model, use_transformer_engine
 from miles.backends.megatron_utils.optimizer import (
@@ -70,8 +71,9 @@ class MegatronTrainer:
         """
         _set_threads()
         self._args = args
-        self._layout = parallel.ParallelLayout.from_args(args, world_size)
+        self._layout = ParallelLayout.from_args(args, world_size)
         self._hf = HFModelConfig.from_dir(args.hf_checkpoint)
+        self._layout.check_model(self._hf, **uneven_pipeline(args))
         self._loss_config = LossConfig.from_args(args)
         self._hooks = _Hooks.from_args(args)
         self._update_config = WeightUpdateConfig.from_args(args)
@@ -295,11 +297,12 @@ class MegatronTrainer:
         )
         indices = [[samples[i] for i in part] for part in parts]
         on_gpu = self._device.type == "cuda"
+        sharing = self._layout.tensor if self._layout.sequence_parallel else 1
         return [
             micro_batch(
                 batch,
                 part,
-                pad_multiple=pad_multiple(self._args, on_gpu=on_gpu),
+                pad_multiple=pad_multiple(self._args, on_gpu=on_gpu, ranks=sharing),
                 with_layout=not use_transformer_engine(self._args),
             )
             for part in indices

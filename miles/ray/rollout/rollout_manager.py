@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from miles.ray.cluster import data_parallel_size, num_engines
+from miles.backends.training_utils.flags import data_parallel_size
+from miles.ray.cluster import num_engines
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
 from miles.ray.faults import tolerates_engine_faults

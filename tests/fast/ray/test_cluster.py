@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from miles.backends.training_utils.flags import data_parallel_size
 from miles.ray import cluster
 
 VARIABLE = "MILES_EXPERIMENTAL_ROLLOUT_REFACTOR"
@@ -108,4 +109,4 @@ def test_a_ray_job_may_have_no_variables_at_all(
 )
 def test_a_batch_is_split_among_copies_of_the_model_and_not_among_ranks(sizes: dict[str, int], copies: int) -> None:
     args = Namespace(actor_num_nodes=2, actor_num_gpus_per_node=4, **sizes)
-    assert cluster.data_parallel_size(args) == copies
+    assert data_parallel_size(args) == copies
