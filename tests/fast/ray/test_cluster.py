@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from miles.backends.training_utils.flags import data_parallel_size
 from miles.ray import cluster
 
 VARIABLE = "MILES_EXPERIMENTAL_ROLLOUT_REFACTOR"
@@ -97,16 +96,3 @@ def test_a_ray_job_may_have_no_variables_at_all(
     monkeypatch.setenv(cluster._JOB_CONFIG_ENV, '{"runtime_env": null, "metadata": {}}')
     cluster.RayCluster(args).connect()
     assert started["runtime_env"] == {"env_vars": {VARIABLE: "1"}}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "copies"),
-    [
-        ({}, 8),
-        ({"tensor_model_parallel_size": 2}, 4),
-        ({"pipeline_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 4}, 2),
-    ],
-)
-def test_a_batch_is_split_among_copies_of_the_model_and_not_among_ranks(sizes: dict[str, int], copies: int) -> None:
-    args = Namespace(actor_num_nodes=2, actor_num_gpus_per_node=4, **sizes)
-    assert data_parallel_size(args) == copies
