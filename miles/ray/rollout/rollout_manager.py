@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
 
-from miles.ray.cluster import num_engines, num_trainers
+from miles.ray.cluster import num_trainers
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
-from miles.ray.rollout.engine_actor import EngineActor
+from miles.ray.rollout.engine import make_engines
 from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
-from miles.ray.rollout.router import Router
+from miles.ray.rollout.router import make_router
 from miles.ray.rollout.train_data import convert_samples_to_train_data, flatten_and_trim, split_train_data_by_dp
 from miles.rollout._fully_async_trace import observe_groups
 from miles.rollout._submission_gate import submission_paused_from_outside
@@ -39,7 +38,6 @@ from miles.utils.async_utils import close_async_loop, get_async_loop, run
 from miles.utils.http_utils import close_http_client, init_http_client
 from miles.utils.logging_utils import redirect_output
 from miles.utils.misc import load_function
-from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_GPU_SHARE = 0.2
 _CLOSE_SECS = 5.0
 
 
@@ -79,28 +76,21 @@ class RolloutManager:
     """See the module docstring. Built by the driver; `start` brings up router and engines."""
 
     def __init__(self, args: Namespace, engine_bundles: Bundles) -> None:
-        self._logs = Path(args.run_dir) / "logs"
-        redirect_output(self._logs / "rollout_manager.log")
-        self._router = Router(args)
+        redirect_output(Path(args.run_dir) / "logs" / "rollout_manager.log")
+        self._router = make_router(args)
         self._args = copy.copy(args)
         self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
         self._turns = Turns()
         self._dp_size = num_trainers(args)
-        actor_class = ray.remote(EngineActor)
-        self._engines = [
-            actor_class.options(
-                **engine_bundles.actor_options(i * int(args.rollout_num_gpus_per_engine), gpu_share=_ENGINE_GPU_SHARE)
-            ).remote(args, i)
-            for i in range(num_engines(args))
-        ]
+        self._engines = make_engines(args, engine_bundles)
 
     async def start(self) -> list[str]:
         """Start router and engines, build data source and rollout functions; returns the engine URLs."""
-        _, _, *urls = await asyncio.gather(
+        urls, _, _ = await asyncio.gather(
+            asyncio.gather(*(engine.start() for engine in self._engines)),
             self._router.start(),
             asyncio.to_thread(self._build_rollout_functions),
-            *(engine.start.remote() for engine in self._engines),
         )
         await self._router.add_engines(urls)
         self.engine_urls = urls
@@ -199,31 +189,24 @@ class RolloutManager:
     async def pids(self) -> dict[str, int]:
         """Process ids of the manager, the router, and each engine's actor and server."""
         pids = {"rollout_manager": os.getpid(), "router": self._router.pid}
-        for i, engine in enumerate(await asyncio.gather(*(e.pids.remote() for e in self._engines))):
-            pids |= {f"engine-{i}-actor": engine["actor"], f"engine-{i}": engine["server"]}
+        for found in await asyncio.gather(*(engine.pids() for engine in self._engines)):
+            pids |= found
         return pids
 
     async def watch(self) -> None:
         """Never returns; raises when the router, an engine or an engine's actor dies."""
         watchers = [asyncio.ensure_future(self._router.watch())]
-        watchers += [asyncio.ensure_future(self._watch_engine(i)) for i in range(len(self._engines))]
+        watchers += [asyncio.ensure_future(engine.watch()) for engine in self._engines]
         done, pending = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         await done.pop()
 
-    async def _watch_engine(self, index: int) -> None:
-        try:
-            await self._engines[index].watch.remote()
-        except RayActorError as error:
-            log = self._logs / f"engine-{index}.log"
-            raise ProcessDied(f"the actor that owns engine-{index} died; see {log}{log_tail(log)}") from error
-
     async def dispose(self) -> None:
         """End the rollout functions, the data source, the router and the engines. Bounded in time."""
         await asyncio.to_thread(self._close_rollout_functions)
-        await asyncio.gather(self._router.stop(), *(engine.stop.remote() for engine in self._engines))
+        await asyncio.gather(self._router.stop(), *(engine.stop() for engine in self._engines))
 
     def _close_rollout_functions(self) -> None:
         for part in (getattr(self, "_rollout_fn", None), getattr(self, "_eval_fn", None)):
