@@ -51,16 +51,11 @@ class Engine(Protocol):
         """End its actors at once, whatever state they are in; their servers end with them."""
 
 
-def make_engines(args: Namespace, bundles: Bundles, kind: str = "engine") -> list[Engine]:
-    """The engines of the run, or those that only evaluate (`kind` eval-engine), not yet started."""
-    if kind == "engine" and getattr(args, "rollout_external", False):
-        return [ExternalEngine(args, f"{kind}-{i}", url) for i, url in enumerate(external_engine_urls(args))]
-    return [RayEngine(args, i, bundles, kind) for i in range(EngineSize.from_args(args).count)]
-
-
-def external_engine_urls(args: Namespace) -> list[str]:
-    """The addresses of --rollout-external-engine-addrs as URLs."""
-    return [engine_url(address) for address in args.rollout_external_engine_addrs]
+def make_engine(args: Namespace, index: int, bundles: Bundles, kind: str = "engine") -> Engine:
+    """Engine `index` of the run, or of those that only evaluate (`kind` eval-engine), not yet started."""
+    if getattr(args, "rollout_external", False):
+        return ExternalEngine(args, f"{kind}-{index}", engine_url(args.rollout_external_engine_addrs[index]))
+    return RayEngine(args, index, bundles, kind)
 
 
 class RayEngine:

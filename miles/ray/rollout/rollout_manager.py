@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from miles.ray.cluster import num_trainers
+from miles.ray.cluster import num_engines, num_trainers
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
-from miles.ray.rollout.engine import make_engines
+from miles.ray.faults import tolerates_engine_faults
+from miles.ray.rollout.engine import make_engine
+from miles.ray.rollout.engine_fleet import EngineFleet
+from miles.ray.rollout.engine_health import EngineHealth, HealthConfig
 from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
-from miles.ray.rollout.router import make_router
+from miles.ray.rollout.router import RouterClient, make_router
 from miles.ray.rollout.train_data import (
     args_of_last_batch,
     convert_samples_to_train_data,
@@ -47,8 +50,10 @@ from miles.utils.misc import load_function
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
     from miles.ray.placement_group import Bundles
+    from miles.ray.rollout.engine_states import EngineRef, FleetView
     from miles.rollout.data_source import DataSource
     from miles.utils.timeline import Interval
     from miles.utils.trace import GroupPhase
@@ -99,18 +104,15 @@ class RolloutManager:
         self._weight_version: int | None = None
         self._turns = Turns()
         self._dp_size = num_trainers(args)
-        self._engines = make_engines(args, engine_bundles)
+        self._fleet = make_fleet(args, engine_bundles, self._router)
 
-    async def start(self) -> list[str]:
-        """Start router and engines, build data source and rollout functions; returns the engine URLs."""
-        urls, _, _ = await asyncio.gather(
-            asyncio.gather(*(engine.start() for engine in self._engines)),
+    async def start(self) -> None:
+        """Start router and engines, build data source and rollout functions."""
+        await asyncio.gather(
             self._router.start(),
             asyncio.to_thread(self._build_rollout_functions),
+            self._fleet.start(),
         )
-        await self._router.add_engines(urls)
-        self.engine_urls = urls
-        return urls
 
     def _build_rollout_functions(self) -> None:
         args = self._args
@@ -136,10 +138,25 @@ class RolloutManager:
         prompts, batch = len(self._data_source.dataset), self._args.rollout_batch_size
         return int(prompts // batch * num_epoch or max(1, prompts * num_epoch // batch))
 
-    async def set_weight_version(self, version: int) -> None:
-        """The trainer's own number for the weights that the engines have from now on."""
-        self._weight_version = version
-        await asyncio.to_thread(self._state.on_weight_version, version)
+    async def engines(self) -> FleetView:
+        """The engines as they are now, and what has happened since the last view."""
+        return self._fleet.view()
+
+    async def begin_update(self, only_waiting: bool = False) -> tuple[EngineRef, ...]:
+        """The engines that weights are to be sent to now; see `EngineFleet`."""
+        return self._fleet.begin_update(only_waiting=only_waiting)
+
+    async def fail_update(self, engines: Sequence[EngineRef], url: str, reason: str, answered: bool) -> None:
+        """The update failed at the engine with this URL; returns once the one at fault is out of the fleet."""
+        await self._fleet.fail_update(engines, url, reason, answered=answered)
+
+    async def finish_update(self, engines: Sequence[EngineRef], version: int) -> FleetView:
+        """These engines have the weights that the trainer calls `version`; all of them serve when this returns."""
+        if version != self._weight_version:
+            self._weight_version = version
+            await asyncio.to_thread(self._state.on_weight_version, version)
+        await self._fleet.finish_update(engines)
+        return self._fleet.view()
 
     async def acknowledge(self, rollout_id: int) -> None:
         """The trainer has finished its step on this batch: its groups are trained."""
@@ -229,15 +246,11 @@ class RolloutManager:
 
     async def pids(self) -> dict[str, int]:
         """Process ids of the manager, the router, and each engine's actor and server."""
-        pids = {"rollout_manager": os.getpid(), "router": self._router.pid}
-        for found in await asyncio.gather(*(engine.pids() for engine in self._engines)):
-            pids |= found
-        return pids
+        return {"rollout_manager": os.getpid(), "router": self._router.pid, **await self._fleet.pids()}
 
     async def watch(self) -> None:
-        """Never returns; raises when the router, an engine or an engine's actor dies."""
-        watchers = [asyncio.ensure_future(self._router.watch())]
-        watchers += [asyncio.ensure_future(engine.watch()) for engine in self._engines]
+        """Never returns; raises when the router dies, or engines in a way that the run does not survive."""
+        watchers = [asyncio.ensure_future(self._router.watch()), asyncio.ensure_future(self._fleet.watch())]
         done, pending = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
@@ -247,7 +260,7 @@ class RolloutManager:
     async def dispose(self) -> None:
         """End the rollout functions, the data source, the router and the engines. Bounded in time."""
         await asyncio.to_thread(self._close_rollout_functions)
-        await asyncio.gather(self._router.stop(), *(engine.stop() for engine in self._engines))
+        await asyncio.gather(self._router.stop(), self._fleet.stop())
 
     def _close_rollout_functions(self) -> None:
         for part in (getattr(self, "_rollout_fn", None), getattr(self, "_eval_fn", None)):
@@ -268,6 +281,19 @@ class RolloutManager:
     def _drain_generation_intervals(self) -> list[Interval]:
         busy = getattr(getattr(self._rollout_fn, "state", None), "busy", None)
         return busy.drain() if busy is not None else []
+
+
+def make_fleet(args: Namespace, bundles: Bundles, router: RouterClient) -> EngineFleet:
+    """The engines of the run, not yet started."""
+    tolerates_faults = tolerates_engine_faults(args)
+    return EngineFleet(
+        lambda index: make_engine(args, index, bundles),
+        num_engines(args),
+        router,
+        EngineHealth(args.rollout_health_check_timeout),
+        looks=HealthConfig.from_args(args) if tolerates_faults else None,
+        tolerates_faults=tolerates_faults,
+    )
 
 
 def load_rollout_functions(args: Namespace, data_source: DataSource) -> tuple[Any, Any]:
