@@ -5,9 +5,10 @@
 #   bash tests/run_sglang.sh            everything
 #   bash tests/run_sglang.sh -k pause   further arguments go to pytest
 #
-# Makes .venv-sglang (about 4 GB, a few minutes) and reuses it while tests/sglang/requirements.txt is unchanged.
-# MILES_SGLANG_VENV puts it elsewhere, MILES_PYTHON chooses the Python it is made with (3.11 to 3.13), and
-# MILES_SGLANG_TIMEOUT sets how many seconds the tests may take.
+# miles runs from .venv (see tests/run.sh), the servers from an environment of their own: .venv-sglang, of about 3 GB,
+# made in a few minutes and reused while tests/sglang/requirements.txt is unchanged. MILES_SGLANG_VENV puts it elsewhere,
+# MILES_PYTHON chooses the Python it is made with (3.11 to 3.13), and MILES_SGLANG_TIMEOUT says how many seconds the
+# tests may take.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -17,6 +18,7 @@ cd "$root"
 venv=${MILES_SGLANG_VENV:-$root/.venv-sglang}
 requirements=tests/sglang/requirements.txt
 stamp="$venv/miles-sglang.stamp"
+make_venv "$root" "${MILES_VENV_EXTRA:-test}"
 
 fingerprint() {
     { cat "$requirements" tests/sglang/cpu_platform/pyproject.toml tests/sglang/cpu_platform/*/*.py &&
@@ -53,10 +55,10 @@ mkdir -p "$(dirname "$venv")" .cache
 ) 9>.cache/venv-sglang.lock
 installed=$SECONDS
 
-export MILES_CONTRACT_ENGINES=embedded,sglang
+export MILES_CONTRACT_ENGINES=embedded,sglang MILES_SGLANG_PYTHON="$venv/bin/python"
 status=0
 timeout --kill-after=20 "${MILES_SGLANG_TIMEOUT:-900}" \
-    "$venv/bin/python" -m pytest tests/contracts/test_engine_http.py tests/sglang --durations=10 "$@" || status=$?
+    "$VENV_PYTHON" -m pytest tests/contracts/test_engine_http.py tests/sglang --durations=10 "$@" || status=$?
 [ "$status" != 124 ] || echo "the tests did not end within ${MILES_SGLANG_TIMEOUT:-900} s" >&2
 echo "SGLang: installation $((installed - started)) s, tests $((SECONDS - installed)) s"
 exit "$status"

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 SELECTED = "sglang" in os.environ.get("MILES_CONTRACT_ENGINES", "").split(",")
 """Whether tests with real SGLang run; tests/run_sglang.sh says so."""
 
+PYTHON = os.environ.get("MILES_SGLANG_PYTHON", sys.executable)
+"""What SGLang is installed in."""
+
 # One thread: with more, the small kernels of a small model wait for each other (20 times slower).
 ENVIRONMENT = {"SGLANG_PLATFORM": "miles_cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -45,7 +48,7 @@ class SglangServer:
 
     def __enter__(self) -> Self:
         command = [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model), "--skip-server-warmup"),
+            *(PYTHON, "-m", "sglang.launch_server", "--model-path", str(self.model), "--skip-server-warmup"),
             *("--host", "127.0.0.1", "--port", str(self.port), *SERVER_FLAGS),
         ]
         with self._log.open("wb") as output:

@@ -17,7 +17,7 @@ import torch
 
 from tests.e2e.cpu.runs import FinishedRun, Launcher
 from tests.fast.backends.embedded_engine.tiny import char_ids, full_forward_logprobs, hugging_face
-from tests.sglang.server import ENVIRONMENT, SELECTED, SERVER_FLAGS
+from tests.sglang.server import ENVIRONMENT, PYTHON, SELECTED, SERVER_FLAGS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,7 +90,7 @@ def check_steps(finished: FinishedRun) -> None:
 
 def test_a_run_starts_its_own_engine_and_leaves_no_process(launcher: Launcher, contract_model: Path) -> None:
     flags = [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in SERVER_FLAGS]
-    finished = run(launcher, contract_model, *flags, "--pause-generation-mode", "retract")
+    finished = run(launcher, contract_model, *flags, "--sglang-python", PYTHON, "--pause-generation-mode", "retract")
     check_steps(finished)
     assert finished.sum_of("rollout/fully_async/aborted_groups_recycled") == 0
     log = (finished.run_dir / "logs" / "engine-0.log").read_text(errors="replace")
