@@ -8,6 +8,7 @@ what SGLang does instead. This process plays the trainer: it is rank 0 of the we
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -307,8 +308,7 @@ def test_what_the_router_asks_is_answered_at_once_while_paused(engine: Engine, m
     assert time.monotonic() - start < 2
 
 
-@contextmanager
-def weight_group(engine: Engine, name: str) -> Iterator[Any]:
+def join_weight_group(engine: Engine, name: str) -> Any:
     """The group of this process (rank 0) and the engine."""
     port = free_port()
     body = {
@@ -329,12 +329,18 @@ def weight_group(engine: Engine, name: str) -> Iterator[Any]:
         timeout_secs=30,
     )
     assert joining.result()[0] == 200
+    return group
+
+
+@contextmanager
+def weight_group(engine: Engine, name: str) -> Iterator[Any]:
+    """`join_weight_group`, and leaving it on both sides."""
+    group = join_weight_group(engine, name)
     try:
         yield group
     finally:
         destroying = engine.pool.submit(engine.call, "/destroy_weights_update_group", {"group_name": name})
-        if dist.distributed_c10d._world.pg_map.get(group) is not None:
-            destroy_process_group(group)
+        destroy_process_group(group)
         destroying.result()
 
 
@@ -394,22 +400,24 @@ def test_a_bucket_that_breaks_off_is_400_and_the_server_lives_on(engine: Engine,
     weights = random_weights(module, seed=12)
     first, second = list(weights)[:2]
     before = (engine.version(), engine.checksums())
-    with weight_group(engine, "breaks") as group:
-        engine.ok("/begin_weight_update", {})
-        assert send_bucket(engine, group, "breaks", {first: weights[first]}, "broken", None)[0] == 200
-        body = {
-            "names": [second],
-            "dtypes": ["float32"],
-            "shapes": [list(weights[second].shape)],
-            "group_name": "breaks",
-            "weight_version": "broken",
-        }
-        answer = engine.pool.submit(engine.call, "/update_weights_from_distributed", body)
-        group.abort()  # ends the connections, as the end of the trainer's process does
-        destroy_process_group(group)
-        status, content = answer.result()
-        assert (status, content["success"]) == (400, False)
-        assert engine.call("/end_weight_update", {})[0] == (400 if engine.kind == "embedded" else 200)
+    group = join_weight_group(engine, "breaks")
+    engine.ok("/begin_weight_update", {})
+    assert send_bucket(engine, group, "breaks", {first: weights[first]}, "broken", None)[0] == 200
+    body = {
+        "names": [second],
+        "dtypes": ["float32"],
+        "shapes": [list(weights[second].shape)],
+        "group_name": "breaks",
+        "weight_version": "broken",
+    }
+    answer = engine.pool.submit(engine.call, "/update_weights_from_distributed", body)
+    destroy_process_group(group)
+    del group  # the connections end with the object, or with the trainer's process
+    gc.collect()
+    status, content = answer.result()
+    assert (status, content["success"]) == (400, False)
+    assert engine.call("/end_weight_update", {})[0] == (400 if engine.kind == "embedded" else 200)
+    assert engine.call("/destroy_weights_update_group", {"group_name": "breaks"})[0] in (200, 400)
     if engine.kind == "embedded":
         assert (engine.version(), engine.checksums()) == before
     assert len(engine.generate(3)["output_ids"]) == 3
