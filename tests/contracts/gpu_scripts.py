@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from examples.quickstart.make_base_model import make_tokenizer
 from miles.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
+from miles.backends.sglang_utils import server_rules
 from miles.ray.preflight import preflight
 from miles.utils import arguments, refused_flags
 from miles.utils.refused_values import REFUSED_VALUES
@@ -110,7 +111,8 @@ def check(
     assert Path(command.argv[0]).name == "train_async.py", command.argv
     argv = command.argv[1:]
     monkeypatch.setattr(arguments, "cuda_device_present", lambda: has_gpus)
-    monkeypatch.setattr(arguments, "sglang_installed", lambda: True)
+    for module in (arguments, server_rules):
+        monkeypatch.setattr(module, "sglang_installed", lambda: True)
     name = arguments.EXPERIMENTAL_ROLLOUT_ENV
     monkeypatch.setenv(name, command.environment.get(name, ""))
     given, _, _ = arguments.build_parser(argv=argv).read(argv)
