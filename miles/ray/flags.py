@@ -74,7 +74,16 @@ def _add_weight_flags(parser: ArgumentParser) -> None:
         "--update-weight-transfer-mode",
         default="broadcast",
         choices=["broadcast", "p2p", "disk-delta"],
-        help="How weights travel. broadcast: torch.distributed, from trainer rank 0 to every engine.",
+        help="How weights travel. broadcast: torch.distributed, from trainer rank 0 to every engine. disk-delta: by "
+        "files in --update-weight-disk-dir, for engines that cannot join a group; files that did not change are "
+        "linked, not written.",
+    )
+    group.add_argument(
+        "--update-weight-disk-dir",
+        type=str,
+        default=None,
+        help="Directory that trainer and engines see under this path, for --update-weight-transfer-mode disk-delta. It "
+        "belongs to one run at a time. None: no files.",
     )
     group.add_argument(
         "--update-weight-timeout-secs",
@@ -113,6 +122,10 @@ def validate(args: Namespace) -> None:
         "update_weight_timeout_secs",
     )
     require(
+        args.update_weight_transfer_mode != "disk-delta" or bool(args.update_weight_disk_dir),
+        "--update-weight-transfer-mode disk-delta needs --update-weight-disk-dir",
+    )
+    require(
         args.update_weight_timeout_secs < 60 * args.distributed_timeout_minutes,
         f"--update-weight-timeout-secs {args.update_weight_timeout_secs:g} must be below --distributed-timeout-minutes "
         f"{args.distributed_timeout_minutes}: the other trainer ranks wait meanwhile",
@@ -145,5 +158,7 @@ def _validate_sharing(args: Namespace) -> None:
 
 def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
+    if args.update_weight_disk_dir and args.update_weight_transfer_mode != "disk-delta":
+        yield "--update-weight-disk-dir has no effect without --update-weight-transfer-mode disk-delta"
     if args.ci_disable_weight_update_checker and not args.ci_test:
         yield "--ci-disable-weight-update-checker has no effect without --ci-test"

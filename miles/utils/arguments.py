@@ -60,6 +60,7 @@ FLAG_MODULES = (
     "miles.backends.embedded_engine.flags",
     "miles.backends.sglang_utils.flags",
     "miles.utils.http_flags",
+    "miles.utils.memory.flags",
     "miles.utils.tracking_flags",
 )
 """Dotted names, loaded when a command line is parsed, so that utils imports nothing above it."""

@@ -160,10 +160,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "weights travel by broadcast only",
-        "--update-weight-transfer-mode broadcast (the default)",
+        "weights travel by broadcast, or as whole files that engines read where they were written",
+        "--update-weight-transfer-mode broadcast (the default), or disk-delta with --update-weight-disk-dir",
         (
-            value("--update-weight-disk-dir"),
             value("--update-weight-local-checkpoint-dir"),
             value("--update-weight-delta-encoding", "xor"),
             value("--update-weight-delta-checksum", "xxh3-128"),
