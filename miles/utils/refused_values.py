@@ -15,12 +15,6 @@ def _only(*allowed: Any) -> Callable[[Any], bool]:
 
 
 REFUSED_VALUES: tuple[RefusedValue, ...] = (
-    RefusedValue(
-        "--rollout-engine",
-        _only(None, "embedded"),
-        "SGLang servers are not available in this release",
-        "--rollout-engine embedded",
-    ),
     RefusedValue("--train-backend", _only("megatron"), "FSDP is not available", "--train-backend megatron"),
     RefusedValue(
         "--advantage-estimator",
