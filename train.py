@@ -21,11 +21,14 @@ async def train(args: Namespace) -> None:
         await run.eval_before_train()
         for rollout_id in run.rollout_ids:
             batch = await run.wait_for_batch(run.generate(rollout_id))
+            if batch is None:  # the data has ended
+                break
             await run.train(rollout_id, batch)
             await run.save_if_due(rollout_id)
             await run.update_weights()
             await run.eval_if_due(rollout_id)
             run.finish_step(rollout_id)
+        await run.finish()
 
 
 def main() -> int:

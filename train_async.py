@@ -31,6 +31,8 @@ async def train(args: Namespace) -> None:
         upcoming = None
         for rollout_id in run.rollout_ids:
             batch = await run.wait_for_batch(run.generate(rollout_id) if upcoming is None else upcoming)
+            if batch is None:  # the data has ended
+                break
             is_last = rollout_id + 1 == run.num_rollout
             upcoming = None if args.fully_async or is_last else run.generate(rollout_id + 1)
             await run.train(rollout_id, batch)
@@ -41,6 +43,7 @@ async def train(args: Namespace) -> None:
                 await run.update_weights()
             await run.eval_if_due(rollout_id)
             run.finish_step(rollout_id)
+        await run.finish()
 
 
 def main() -> int:

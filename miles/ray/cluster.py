@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RUN_ENVIRONMENT = ("MILES_EXPERIMENTAL_ROLLOUT_REFACTOR", "MILES_HOST_IP", "MILES_PREFER_IPV6")
-
+_RUN_ENVIRONMENT = ("MILES_EXPERIMENTAL_ROLLOUT_REFACTOR", "MILES_PREFER_IPV6")
+# Each machine has its own: where others have a part in the run, it comes from what `ray start` had there.
+_MACHINE_ENVIRONMENT = ("MILES_HOST_IP",)
+# What `ray job submit` gives to the driver: a JSON object with the job's runtime_env in it.
+_JOB_CONFIG_ENV = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 # Ray turns 127.0.0.1 into the machine's address on its network, which may change or go away during a run. Any other
 # loopback address it leaves alone.
@@ -34,10 +38,12 @@ _RAY_ADDRESS_ON_LOOPBACK = "127.0.0.2"
 class RayCluster:
     """Connects to Ray for the length of a run.
 
-    Where the environment names a cluster (`RAY_ADDRESS`, as `ray job submit` sets it) that one is joined; otherwise a
-    private one is started, in a directory of its own, with enough *logical* CPUs for every actor: actors share cores,
-    so a run starts on a single one. Its processes address each other on loopback, but Ray's control ports listen on
-    every interface; what keeps strangers out is the run's token.
+    Where the environment names a cluster (`RAY_ADDRESS`, as `ray job submit` sets it) that one is joined: processes
+    have the environment of their machine's `ray start`, and over it the variables of the job and of the run.
+
+    Otherwise a private one is started, in a directory of its own, with enough *logical* CPUs for every actor: actors
+    share cores, so a run starts on a single one. Its processes address each other on loopback, but Ray's control ports
+    listen on every interface; what keeps strangers out is the run's token.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -51,8 +57,12 @@ class RayCluster:
         joins_existing = bool(os.environ.get("RAY_ADDRESS"))
         if not joins_existing:
             os.environ.setdefault("MILES_HOST_IP", "127.0.0.1")
-        check_runtime_env(self._args, runtime_env()["env_vars"])
-        options = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": runtime_env()}
+        job = job_env_vars()
+        own = run_env_vars(joins_existing=joins_existing)
+        check_runtime_env(self._args, {**own, **job})
+        # Ray adds the job's variables itself, and refuses to start where one is given twice.
+        env_vars = {name: value for name, value in own.items() if name not in job}
+        options = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": env_vars}}
         if joins_existing:
             with _our_signal_handlers():
                 ray.init(**options)
@@ -94,9 +104,17 @@ def _send_raylet_messages_to_the_log() -> None:
         ray_worker.print_to_stdstream = lambda data, ignore_prefix: logger.info("raylet: %s", data["lines"])
 
 
-def runtime_env() -> dict[str, dict[str, str]]:
+def run_env_vars(*, joins_existing: bool) -> dict[str, str]:
     """The environment that every actor of the run must see, whichever machine it is on."""
-    return {"env_vars": {name: os.environ[name] for name in _RUN_ENVIRONMENT if name in os.environ}}
+    names = _RUN_ENVIRONMENT if joins_existing else _RUN_ENVIRONMENT + _MACHINE_ENVIRONMENT
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def job_env_vars() -> dict[str, str]:
+    """The environment variables of the Ray job that this driver is, from its runtime_env; none where it is not one."""
+    job = json.loads(os.environ.get(_JOB_CONFIG_ENV) or "{}")
+    env_vars: dict[str, str] = (job.get("runtime_env") or {}).get("env_vars") or {}
+    return env_vars
 
 
 def num_engines(args: Namespace) -> int:

@@ -46,7 +46,7 @@ def run_driver(train: Callable[[Namespace], Awaitable[None]], args: Namespace) -
         print_summary(format_summary(write_report(args.run_dir)))
     except ValueError as error:  # no step was logged
         logger.info("no report: %s", error)
-        print_summary("there was no rollout left to train on (--num-rollout, and what --load has already done)")
+        print_summary("there was nothing to train on (the end of the data, or --num-rollout and what --load has done)")
     return 0
 
 

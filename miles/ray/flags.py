@@ -69,6 +69,13 @@ def _add_weight_flags(parser: ArgumentParser) -> None:
         help="How weights travel. broadcast: torch.distributed, from trainer rank 0 to every engine.",
     )
     group.add_argument(
+        "--update-weight-timeout-secs",
+        type=float,
+        default=120.0,
+        help="Longest wait for an engine within a weight update: to join the group, to take one bucket, to answer one "
+        "call. An engine that takes longer counts as hung. Below --distributed-timeout-minutes.",
+    )
+    group.add_argument(
         "--check-weight-update-equal",
         action="store_true",
         default=False,
@@ -95,6 +102,12 @@ def validate(args: Namespace) -> None:
         "num_gpus_per_node",
         "update_weights_interval",
         "update_weight_buffer_size",
+        "update_weight_timeout_secs",
+    )
+    require(
+        args.update_weight_timeout_secs < 60 * args.distributed_timeout_minutes,
+        f"--update-weight-timeout-secs {args.update_weight_timeout_secs:g} must be below --distributed-timeout-minutes "
+        f"{args.distributed_timeout_minutes}: the other trainer ranks wait meanwhile",
     )
     require(
         args.rollout_num_gpus % args.rollout_num_gpus_per_engine == 0,

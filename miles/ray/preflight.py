@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,12 +14,14 @@ from miles.rollout.prompt_data import check_prompt_data
 if TYPE_CHECKING:
     from argparse import Namespace
 
+_CLUSTER_PATHS = ("--hf-checkpoint", "--ref-load", "--runs-dir", "--save", "--load", "--save-hf")
 _PACKAGES = ("ray", "torch", "megatron.core", "sglang_router", "transformers", "aiohttp")
 
 
 def preflight(args: Namespace) -> None:
     """Raise ValueError where the run could not start: packages, prompt files, directories that cannot be written."""
     check_packages()
+    check_cluster_paths(args)
     check_prompt_data(args)
     for flag, path in (("--runs-dir", args.runs_dir), ("--save", args.save)):
         if path is not None:
@@ -33,6 +36,21 @@ def check_packages() -> None:
             f"{sys.executable} lacks {', '.join(missing)}: activate the environment that miles is installed in "
             "(source .venv/bin/activate), or install miles there (pip install -e . -c constraints.txt)"
         )
+
+
+def check_cluster_paths(args: Namespace) -> None:
+    """Raise ValueError for a relative path where the run joins a cluster, whose processes start in other directories,
+    and on other machines."""
+    if not os.environ.get("RAY_ADDRESS"):
+        return
+    mistakes = [
+        f"{flag} {path} is a relative path, and with RAY_ADDRESS set the run's processes start in other directories, "
+        f"on whichever machine. Instead: an absolute path, such as {Path(path).absolute()}, on a disk that all see"
+        for flag in _CLUSTER_PATHS
+        if (path := getattr(args, flag[2:].replace("-", "_"), None)) and not Path(path).is_absolute()
+    ]
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
 
 
 def check_writable(flag: str, directory: Path) -> None:

@@ -2,9 +2,10 @@
 
     async with Run(args) as run:                 Ray, placement, rollout manager, trainers, tracking
         await run.update_weights()               every wait ends at once when a process dies or the user stops the run
-        batch = await run.wait_for_batch(run.generate(0))
+        batch = await run.wait_for_batch(run.generate(0))     None where the data has ended
         await run.train(0, batch)
         run.finish_step(0)                       one line on the console, one record in every tracker
+        await run.finish()                       what the last step owes where nobody knew that it was the last
 
 Leaving the block ends every process within seconds, whatever the reason. Where the user stopped the run, a checkpoint
 is saved first.
@@ -31,7 +32,7 @@ from miles.ray.eval import make_eval_dispatcher
 from miles.ray.faults import tolerates_engine_faults
 from miles.ray.placement_group import create_placement
 from miles.ray.process_list import ProcessList
-from miles.ray.rollout.rollout_manager import RolloutManager
+from miles.ray.rollout.rollout_manager import GeneratedBatch, RolloutManager
 from miles.ray.step_metrics import fully_async_driver_metrics
 from miles.ray.steps import Steps
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from miles.ray.eval.dispatcher import EvalDispatcher
     from miles.ray.eval.types import EvalPoint
     from miles.ray.rollout.engine_states import FleetView
-    from miles.ray.rollout.rollout_manager import GeneratedBatch
+    from miles.ray.rollout.rollout_manager import DataEnd
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,10 @@ class Run:
         self._engine_metrics = EngineMetrics(tolerates_faults=tolerates_engine_faults(args))
         self._processes = ProcessList(self.run_dir)
         self._step_start = time.monotonic()
+        self._data_end: DataEnd | None = None
+        self._last_finished: int | None = None
+        self._last_evaluated: int | None = None
+        self._samples_cut_off = 0
 
     # -- start and end --
 
@@ -132,8 +137,8 @@ class Run:
         manager_started = self.manager.start.remote()
         if args.num_rollout is None:
             await self._supervisor.wait(manager_started)
-            per_epoch = await self._supervisor.wait(self.manager.get_num_rollout_per_epoch.remote())
-            args = type(args)(**{**vars(args), "num_rollout": per_epoch * args.num_epoch})
+            num_rollout = await self._supervisor.wait(self.manager.get_num_rollout.remote(args.num_epoch))
+            args = type(args)(**{**vars(args), "num_rollout": num_rollout})
         self.num_rollout: int = args.num_rollout
         self.trainers = TrainGroup(args, placement.trainers)
         self.trainers.watch(self._supervisor)
@@ -233,16 +238,20 @@ class Run:
     def rollout_ids(self) -> range:
         return range(self.start_rollout_id, self.num_rollout)
 
-    def generate(self, rollout_id: int) -> ObjectRef[GeneratedBatch]:
+    def generate(self, rollout_id: int) -> ObjectRef[GeneratedBatch | DataEnd]:
         """Start to collect one batch."""
-        ref: ObjectRef[GeneratedBatch] = self.manager.generate.remote(rollout_id)
+        ref: ObjectRef[GeneratedBatch | DataEnd] = self.manager.generate.remote(rollout_id)
         return ref
 
-    async def wait_for_batch(self, ref: ObjectRef[GeneratedBatch]) -> GeneratedBatch:
-        """The batch, once it is collected; the time waited counts as the trainer's idle time."""
+    async def wait_for_batch(self, ref: ObjectRef[GeneratedBatch | DataEnd]) -> GeneratedBatch | None:
+        """The batch, once it is collected, or None where the data has ended; the time waited counts as the trainer's
+        idle time."""
         async with self._span("wait", "perf/train_wait_time"):
-            batch: GeneratedBatch = await self._supervisor.wait(self._weights.wait(ref))
-        return batch
+            batch: GeneratedBatch | DataEnd = await self._supervisor.wait(self._weights.wait(ref))
+        if isinstance(batch, GeneratedBatch):
+            return batch
+        self._data_end = batch
+        return None
 
     async def train(self, rollout_id: int, batch: GeneratedBatch) -> None:
         """One training step on `batch`."""
@@ -254,6 +263,7 @@ class Run:
         async with self._span("training", "perf/train_time", rollout_id):
             self._metrics |= await self._supervisor.wait(self._steps.train(rollout_id, batch.data_ref))
         self._weights.on_trained()
+        self._samples_cut_off = batch.samples_cut_off
         if self._evals is not None:
             self._evals.on_trained()
 
@@ -286,18 +296,19 @@ class Run:
 
     async def eval_if_due(self, rollout_id: int) -> None:
         if should_run_periodic_action(rollout_id, self.args.eval_interval, num_rollout=self.num_rollout):
-            await self._eval(rollout_id)
+            await self._eval(rollout_id, is_last=rollout_id == self.num_rollout - 1)
 
-    async def _eval(self, rollout_id: int) -> None:
+    async def _eval(self, rollout_id: int, *, is_last: bool = False) -> None:
         if self._evals is not None:
             start = time.monotonic()
-            is_last = rollout_id == self.num_rollout - 1
-            await self._supervisor.wait(self._evals.dispatch(rollout_id, force=is_last))
+            if await self._supervisor.wait(self._evals.dispatch(rollout_id, force=is_last)):
+                self._last_evaluated = rollout_id
             self._metrics["perf/eval_time"] = time.monotonic() - start  # as far as training waited for it
             return
         async with self._span("eval", "perf/eval_time", rollout_id):
             self._metrics |= await self._supervisor.wait(self.manager.eval.remote(rollout_id))
         self._metrics["eval/steps_trained"] = rollout_id + 1
+        self._last_evaluated = rollout_id
 
     async def _export_hf(self, directory: str) -> None:
         await self._supervisor.wait(self.trainers.export_hf(directory))
@@ -333,10 +344,35 @@ class Run:
         self._metrics |= self._engine_metrics.take()
         self._tracker.log(self._metrics, step=rollout_id)
         self._console.step(rollout_id, self._metrics)
+        self._last_finished = rollout_id
         interval = self.args.log_sample_interval
         if interval and rollout_id % interval == 0:
             self._console.sample(self._example)
         self._metrics = {}
+
+    async def finish(self) -> None:
+        """Where the data has ended before --num-rollout: save and evaluate, as after the last step, and say so.
+
+        Raises RunFailed where there was nothing to train on at all.
+        """
+        end, self._metrics = self._data_end, {}
+        if end is None:
+            return
+        last = self._last_finished
+        if last is None:
+            if self.start_rollout_id == 0:
+                raise RunFailed(f"the data ended before the first step: {end.reason}")
+            self._console.note(f"nothing left to do: the data ended after {self.start_rollout_id} steps ({end.reason})")
+            return
+        await self._supervisor.wait(self._steps.finish())
+        if self.args.eval_interval is not None and self._last_evaluated != last:
+            await self._eval(last, is_last=True)
+            if self._evals is None:
+                self._tracker.log(self._metrics, step=last)
+                self._console.eval(self._metrics, step=last)
+        self._tracker.log({"end/samples_left_out": end.samples_left_out + self._samples_cut_off}, step=last)
+        cut_off = f"; {self._samples_cut_off} samples were cut off the last batch" if self._samples_cut_off else ""
+        self._console.note(f"the data ended after {last + 1} steps ({end.reason}{cut_off})")
 
     # -- measuring
 

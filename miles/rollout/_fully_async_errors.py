@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 _LISTED = 20
 
 
-class EndOfData(RuntimeError):
-    """The data source has no more prompts, and every group that it handed out was trained, or dropped."""
-
-
 class NoProgress(RuntimeError):
     """No group was finished for `--no-progress-timeout` seconds."""
 

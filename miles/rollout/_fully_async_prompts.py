@@ -16,6 +16,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from miles.rollout._fully_async_groups import PromptGroup
 
 _RETRIES = "fully_async_retries"  # an attribute of the group's first sample, so that it is saved with it
@@ -24,6 +26,7 @@ _RETRIES = "fully_async_retries"  # an attribute of the group's first sample, so
 class PromptSupply:
     def __init__(self, data_source: Any) -> None:
         self._data_source = data_source
+        self._get_fresh = _get_fresh_samples(data_source)
         self._reissue: deque[PromptGroup] = deque()
         self._fresh_is_next = False
         self.ended = False
@@ -37,10 +40,12 @@ class PromptSupply:
         """One prompt group, None where the data has ended. Raises RuntimeError for a data source that returns more."""
         if self._reissue:
             return self._reissue.popleft()
-        fresh = getattr(self._data_source, "get_fresh_samples", None) if self._fresh_is_next else None
+        fresh = self._get_fresh if self._fresh_is_next else None
         groups = (fresh or self._data_source.get_samples)(1)
         if fresh is not None and not groups:
             groups = self._data_source.get_samples(1)
+        if not isinstance(groups, list):
+            raise TypeError(f"{type(self._data_source).__name__}.get_samples(1) returned {groups!r}, expected a list")
         if len(groups) == 1:
             self.ended = False
             self._fresh_is_next = retries_of(groups[0]) > 0
@@ -79,6 +84,17 @@ class PromptSupply:
     def load_state_dict(self, state: Any) -> None:
         if state is not None:
             self._data_source.load_state_dict(state)
+
+
+def _get_fresh_samples(data_source: Any) -> Callable[[int], list[PromptGroup]] | None:
+    """The data source's `get_fresh_samples`. None where a subclass has replaced `get_samples` alone: what it changes -
+    where the data ends, what is handed out - would not hold for the inherited one."""
+    for cls in type(data_source).__mro__:
+        if "get_fresh_samples" in vars(cls):
+            break
+        if "get_samples" in vars(cls):
+            return None
+    return getattr(data_source, "get_fresh_samples", None)
 
 
 def retries_of(prompt_group: PromptGroup) -> int:

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from miles.utils.types import Sample
 
 
+class EndOfData(RuntimeError):
+    """There is no batch any more, because the data source has no more prompts and every group that it handed out was
+    trained or dropped. A rollout function raises it; the run then ends as one that has reached its last step."""
+
+
 @dataclass(frozen=True)
 class RolloutFnConstructorInput:
     """What a rollout class is built from."""
@@ -75,11 +80,13 @@ RolloutFnInput = RolloutFnTrainInput | RolloutFnEvalInput
 class RolloutFnTrainOutput:
     """One training batch: `samples[g]` is a group of `n_samples_per_prompt` members, sorted by index.
 
-    A member is a Sample, or a list of Samples where one trajectory became several training sequences.
+    A member is a Sample, or a list of Samples where one trajectory became several training sequences. `is_last`: the
+    data has ended, so there are fewer groups than were asked for; the call after this one raises EndOfData.
     """
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] | None = None
+    is_last: bool = False
 
 
 @dataclass

@@ -44,7 +44,9 @@ class DataSource(ABC):
     """Hands out prompt groups. A class of one's own (`--data-source-path`) is built as `cls(args)`.
 
     `close()` is called at the end where there is one, and a `dataset` attribute with a length makes `--num-epoch`
-    possible. `add_samples` may raise NotImplementedError where unused groups are not taken back.
+    possible. `add_samples` may raise NotImplementedError where unused groups are not taken back. A source that takes
+    groups back may have `get_fresh_samples(num_samples)`, which passes them by: with it, retried groups never keep
+    fresh ones waiting. A source that is finite returns fewer groups than it is asked for, and [] at its end.
     """
 
     @abstractmethod
@@ -89,6 +91,11 @@ class RolloutDataSource(DataSource):
         self._order_epoch()
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        with self._lock:
+            return [self._number(prompt) for prompt in self._next_prompts(num_samples)]
+
+    def get_fresh_samples(self, num_samples: int) -> list[list[Sample]]:
+        """As `get_samples`, and never a group that was given back."""
         with self._lock:
             return [self._number(prompt) for prompt in self._next_prompts(num_samples)]
 
@@ -206,6 +213,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         with self._lock:
             groups = self._from_buffer(num_samples)
             return groups + super().get_samples(num_samples - len(groups))
+
+    def get_fresh_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Groups from the prompt file, whatever is in the buffer."""
+        return super().get_fresh_samples(num_samples)
 
     def _from_buffer(self, num_samples: int) -> list[list[Sample]]:
         if not self.buffer or num_samples == 0:

@@ -44,7 +44,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles.rollout._fully_async_buffer import DataBufferInput, build_store
 from miles.rollout._fully_async_config import FullyAsyncConfig
-from miles.rollout._fully_async_errors import EndOfData
 from miles.rollout._fully_async_finished import FinishedGroups
 from miles.rollout._fully_async_groups import (
     Group,
@@ -71,7 +70,7 @@ from miles.rollout._fully_async_wait import WaitsForGroups
 from miles.rollout._fully_async_window import Activity, LedgerWindow, loop_lag_metrics
 from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
-from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
+from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import acall_dynamic_filter
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
@@ -371,7 +370,8 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         self._trainer.hand_over(rollout_id, mine)
         report.add_trained(mine, VersionSplit(self._trainer.versions, self._trainer.version), self._now())
         report.warn_about_unknown_versions(self.config.max_weight_staleness)
-        return RolloutFnTrainOutput(samples=batch, metrics=self._metrics(report))
+        is_last = len(mine) < self.config.rollout_batch_size
+        return RolloutFnTrainOutput(samples=batch, metrics=self._metrics(report), is_last=is_last)
 
     async def _collect(self, rollout_id: int, mine: list[GroupKey], report: DrainReport) -> list[list[Any]]:
         """Fill `mine` and return its batch. From the last look at the groups' age to the return there is no await."""

@@ -107,8 +107,7 @@ def _seams(simulation: Simulation) -> Iterator[None]:
         try:
             yield
         finally:
-            stack.enter_context(use_user_calls(InlineUserCalls()))
-        heart.get, heart.OUTPUT_QUEUE_MAX_GROUPS = get, capacity
+            heart.get, heart.OUTPUT_QUEUE_MAX_GROUPS = get, capacity
 
 
 class Simulation:

@@ -46,11 +46,20 @@ class SimulatedDataSource(RolloutDataSourceWithBuffer):
         self.observer: Observer | None = observer
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        self._may_raise()
+        return self._observed(super().get_samples(num_samples))
+
+    def get_fresh_samples(self, num_samples: int) -> list[list[Sample]]:
+        self._may_raise()
+        return self._observed(super().get_fresh_samples(num_samples))
+
+    def _may_raise(self) -> None:
         if self.observer is not None and (fault := self._faults.at_group(self._next_index, FaultKind.SOURCE_RAISES)):
             error = SimulatedError(f"{fault}")
             self.observer.fatal(error)
             raise error
-        groups = super().get_samples(num_samples)
+
+    def _observed(self, groups: list[list[Sample]]) -> list[list[Sample]]:
         for group in groups if self.observer is not None else ():
             self.observer.pulled(group)  # type: ignore[union-attr]
         return groups

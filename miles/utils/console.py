@@ -103,6 +103,10 @@ class StepConsole:
         if sample:
             self._write(sample_line(sample))
 
+    def note(self, text: str) -> None:
+        """A line that belongs to no step."""
+        self._write(text)
+
     def close(self) -> None:
         """Remove the bar. May be called twice."""
         if self._bar is not None:

@@ -26,17 +26,20 @@ def init_process_group(
     rank: int,
     group_name: str,
     timeout_secs: float = 60.0,
+    store: dist.Store | None = None,
 ) -> ProcessGroup:
     """Join `group_name` as `rank` of `world_size` and return the group; waits until all ranks have joined.
 
-    `init_method` is `tcp://host:port`; rank 0 listens there. The process may or may not have a default group.
+    `init_method` is `tcp://host:port`; rank 0 listens there, unless it brings a `store` that is served elsewhere. The
+    process may or may not have a default group.
     Raises `torch.distributed.DistError` subclasses (or RuntimeError) when the others do not join within `timeout_secs`.
     """
     timeout = timedelta(seconds=timeout_secs)
     address = urlsplit(init_method)
     if address.scheme != "tcp" or address.hostname is None or address.port is None:
         raise ValueError(f"init_method must be tcp://host:port, got {init_method!r}")
-    store = connect_store(address.hostname, address.port, rank=rank, world_size=world_size, timeout=timeout)
+    if store is None:
+        store = connect_store(address.hostname, address.port, rank=rank, world_size=world_size, timeout=timeout)
     group, _ = c10d._new_process_group_helper(
         world_size,
         rank,

@@ -102,7 +102,7 @@ class JsonLinesSink:
     """One JSON object a call: step, event, time (seconds since the epoch), metrics. NaN and infinities become null.
 
     `event` is "step" for the record of a training step, and "eval" for an evaluation that is in no step's record: the
-    one before the first step, or one that went on beside training.
+    one before the first step, or one that went on beside training. "end": what the end of the data leaves.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +111,11 @@ class JsonLinesSink:
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
         only_eval = any(key.startswith("eval/") for key in metrics) and not any(map(_of_a_step, metrics))
-        row: dict[str, float | str | None] = {"step": step, "event": "eval" if only_eval else "step"}
+        only_end = all(key.startswith("end/") for key in metrics)
+        row: dict[str, float | str | None] = {
+            "step": step,
+            "event": "end" if only_end else "eval" if only_eval else "step",
+        }
         row["time"] = time.time()
         row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         with named_errors(self._path):

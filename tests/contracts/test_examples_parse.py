@@ -22,8 +22,13 @@ import pytest
 from examples.quickstart.prepare import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*/run*.sh"))
-SHELL_FILES = sorted({*SCRIPTS, "tests/run.sh", ".ci/run", "scripts/venv.sh"})
+SCRIPTS = ["examples/quickstart/run.sh"]  # those for GPUs are the subject of test_gpu_scripts.py
+SHELL_FILES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("examples", "benchmarks", "scripts", "tests", ".ci")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".sh", ".sbatch"} or path.name == "run"
+)
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 WALKTHROUGH = "docs/user-guide/training-script-walkthrough.md"
 

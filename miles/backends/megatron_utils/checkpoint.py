@@ -30,17 +30,17 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import load_file
 
 from miles.backends.megatron_utils import parallel
-from miles.backends.megatron_utils.converter import param_spec, to_hf, to_mcore
+from miles.backends.megatron_utils.gather import GatherPlan, collect, gathered_weights
 from miles.backends.megatron_utils.hf_export import publish, write_hf_files
-from miles.backends.megatron_utils.model import unwrap
+from miles.backends.megatron_utils.optimizer_state import OptimizerState, Scalars
 from miles.backends.megatron_utils.safetensors_io import write_file
-from miles.backends.megatron_utils.weights import hf_named_tensors, load_hf_weights
+from miles.backends.megatron_utils.weights import load_hf_weights
 from miles.utils import checkpoint_set
 from miles.utils.checkpoint_set import POINTER, verify
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from miles.backends.megatron_utils.hf_config import HFModelConfig
 
@@ -48,12 +48,9 @@ __all__ = ["POINTER", "Leg", "Progress", "TrainingState", "hf_directory", "load"
 
 logger = logging.getLogger(__name__)
 
-Scalars = dict[str, dict[str, float]]
-"""{field of the torch optimizer's state: {megatron-core name: value}}"""
-
 _OPTIMIZER = "optimizer.safetensors"
 _RNG = "rng.safetensors"
-_MASTER = "master"
+_BUCKET_BYTES = 512 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -80,9 +77,10 @@ class Progress:
 class TrainingState:
     """The objects that a checkpoint is made from and loaded into."""
 
-    model: torch.nn.Module
+    stages: Sequence[torch.nn.Module]
     optimizer: Any
     scheduler: Any
+    plan: GatherPlan
 
 
 def save(
@@ -100,14 +98,18 @@ def save(
     """
     target = checkpoint_set.set_path(directory, progress.rollout_id)
     rng = _gather_rng_states()
-    if dist.get_rank() == 0:
-        checkpoint_set.remove_abandoned_parts(directory)
-        with publish(target) as part:
-            if rollout_state is not None:
-                checkpoint_set.take_rollout_part(rollout_state, part)
-            _write(part, state, progress, rng, hf=hf, args=args)
-        checkpoint_set.write_pointer(directory, progress.rollout_id)
-    parallel.barrier()
+    contents = _Contents(state, hf, with_optimizer=not getattr(args, "no_save_optim", False))
+    try:
+        if dist.get_rank() == 0:
+            checkpoint_set.remove_abandoned_parts(directory)
+            with publish(target) as part:
+                if rollout_state is not None:
+                    checkpoint_set.take_rollout_part(rollout_state, part)
+                _write(part, contents, progress, rng, state=state, args=args)
+            checkpoint_set.write_pointer(directory, progress.rollout_id)
+    finally:
+        contents.drain()  # the other ranks send their shards, also where rank 0 has failed
+        parallel.barrier()
     return str(target)
 
 
@@ -124,7 +126,7 @@ def load_newest(directory: str | Path, state: TrainingState, *, hf: HFModelConfi
     if newest is not None:
         return load(newest, state, hf=hf, args=args)
     if (root / "config.json").is_file():
-        load_hf_weights(state.model, root, hf)
+        load_hf_weights(state.stages, root, hf)
         state.optimizer.reload_model_params()
         logger.info("--load %s: starting from these weights", directory)
     else:
@@ -147,27 +149,56 @@ def hf_directory(path: str | Path) -> Path:
     return found
 
 
+class _Contents:
+    """The tensors of a set, gathered to rank 0 bucket by bucket; the other ranks take part by draining it."""
+
+    def __init__(self, state: TrainingState, hf: HFModelConfig, *, with_optimizer: bool) -> None:
+        self.weights = self._weights(state, hf)
+        optimizer = OptimizerState(state.optimizer, state.stages, hf)
+        fields = optimizer.fields() if with_optimizer else {}
+        self.scalars = optimizer.scalars() if with_optimizer else {}
+        self.has_optimizer = with_optimizer
+        self.optimizer = self._optimizer(state, optimizer, hf, fields)
+
+    def _weights(self, state: TrainingState, hf: HFModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in gathered_weights(state.plan, state.stages, hf, _BUCKET_BYTES):
+            yield from bucket
+
+    def _optimizer(
+        self, state: TrainingState, optimizer: OptimizerState, hf: HFModelConfig, fields: dict[str, set[str]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for field, parameters in fields.items():
+            for bucket in state.plan.only(parameters).buckets(_BUCKET_BYTES, torch.float32):
+                wholes = optimizer.wholes(bucket, field)
+                for name, tensor in collect(bucket, wholes, hf, dtype=torch.float32):
+                    yield f"{name}|{field}", tensor
+
+    def drain(self) -> None:
+        """Gather what is left; in the order in which it is written."""
+        for tensors in (self.weights, self.optimizer):
+            for _ in tensors:
+                pass
+
+
 def _write(
     part: Path,
-    state: TrainingState,
+    contents: _Contents,
     progress: Progress,
     rng: dict[str, torch.Tensor],
     *,
-    hf: HFModelConfig,
+    state: TrainingState,
     args: Namespace,
 ) -> None:
-    write_hf_files(part, hf_named_tensors(state.model, hf), source=Path(args.hf_checkpoint))
+    write_hf_files(part, contents.weights, source=Path(args.hf_checkpoint))
     write_file(rng, part / _RNG)
-    scalars: Scalars = {}
-    if not getattr(args, "no_save_optim", False):
-        tensors, scalars = _optimizer_tensors(state, hf)
-        write_file(tensors, part / _OPTIMIZER)
+    if contents.has_optimizer:
+        write_file({name: tensor.cpu().contiguous() for name, tensor in contents.optimizer}, part / _OPTIMIZER)
     record = {
         "rollout_id": progress.rollout_id,
         "weight_version": progress.weight_version,
         "lineage": [asdict(leg) for leg in progress.lineage],
         "optimizer_steps": state.scheduler.num_steps,
-        "optimizer_scalars": scalars,
+        "optimizer_scalars": contents.scalars,
         "optimizer_group_steps": [_step_of(group) for group in state.optimizer.param_groups],
     }
     checkpoint_set.write_record(part, record)
@@ -176,13 +207,13 @@ def _write(
 def load(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress:
     """Load this set, which `checkpoint_set.verify` has found whole, into `state`."""
     record = checkpoint_set.read_record(checkpoint)
-    load_hf_weights(state.model, checkpoint, hf)
+    load_hf_weights(state.stages, checkpoint, hf)
     state.optimizer.reload_model_params()
     if (checkpoint / _OPTIMIZER).is_file() and not getattr(args, "reset_optimizer_states", False):
         _load_optimizer(checkpoint, state, record["optimizer_scalars"], hf)
-        for group, step in zip(state.optimizer.param_groups, record["optimizer_group_steps"], strict=True):
-            if step is not None:
-                group["step"] = step
+        steps = [step for step in record["optimizer_group_steps"] if step is not None]
+        for group in state.optimizer.param_groups if steps else ():
+            group["step"] = max(steps)
         state.scheduler.num_steps = int(record["optimizer_steps"])
         state.scheduler.step(0)
     else:
@@ -196,69 +227,15 @@ def load(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Nam
     )
 
 
-# --- optimizer state, under Hugging Face names -----------------------------------------------------------------------
-
-
-def _optimized(state: TrainingState) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
-    """megatron-core name, the model's parameter, and the tensor that the optimizer updates: the parameter itself, or
-    its float32 master copy."""
-    for name, parameter in unwrap(state.model).named_parameters():
-        yield name, parameter, getattr(parameter, "main_param", parameter)
-
-
-def _torch_optimizer(state: TrainingState) -> torch.optim.Optimizer:
-    inner: torch.optim.Optimizer = state.optimizer.optimizer
-    return inner
-
-
-def _optimizer_tensors(state: TrainingState, hf: HFModelConfig) -> tuple[dict[str, torch.Tensor], Scalars]:
-    """Tensors "<hf name>|<field>", and the scalars, of the torch optimizer's state."""
-    tensors: dict[str, torch.Tensor] = {}
-    scalars: Scalars = {}
-    optimizer = _torch_optimizer(state)
-    for name, parameter, optimized in _optimized(state):
-        fields = dict(optimizer.state.get(optimized, {}))
-        if optimized is not parameter:
-            fields[_MASTER] = optimized.detach()
-        for field, value in fields.items():
-            if isinstance(value, torch.Tensor) and value.shape == optimized.shape:
-                spec = param_spec(name)
-                for hf_name, part in zip(spec.hf_names, to_hf(spec, value, hf), strict=True):
-                    tensors[f"{hf_name}|{field}"] = part.cpu().contiguous()
-            else:
-                scalars.setdefault(field, {})[name] = float(value)
-    return tensors, scalars
-
-
 def _step_of(group: dict[str, Any]) -> int | None:
     """The step that fused optimizers count per parameter group (PyTorch's count per parameter)."""
     return int(group["step"]) if "step" in group else None
 
 
-@torch.no_grad()
 def _load_optimizer(checkpoint: Path, state: TrainingState, scalars: Scalars, hf: HFModelConfig) -> None:
-    """Fill the torch optimizer's state. Every parameter gets its own `step` tensor: a shared one would be incremented
-    once per parameter and step, and the training would silently diverge."""
     saved = load_file(checkpoint / _OPTIMIZER)
     fields = sorted({key.rpartition("|")[2] for key in saved})
-    optimizer = _torch_optimizer(state)
-    optimizer.state.clear()
-    for name, _, optimized in _optimized(state):
-        spec = param_spec(name)
-        entry: dict[str, Any] = {
-            field: torch.tensor(values[name]) for field, values in scalars.items() if name in values
-        }
-        for field in fields:
-            parts = [saved.get(f"{hf_name}|{field}") for hf_name in spec.hf_names]
-            if any(part is None for part in parts):
-                continue
-            merged = to_mcore(spec, [part for part in parts if part is not None], hf).to(optimized.device)
-            if field == _MASTER:
-                optimized.copy_(merged)
-            else:
-                entry[field] = merged.clone()
-        if entry:
-            optimizer.state[optimized] = entry
+    OptimizerState(state.optimizer, state.stages, hf).restore(saved.get, fields, scalars)
 
 
 # --- random generators -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ exists, so a GPU run can never be slowed down or altered by it.
     torch.cuda.current_device()                              | torch.device("cpu")
     torch.zeros / empty / tensor / ... (device="cuda")       | the same call on the CPU
     torch.cuda RNG state, manual_seed                        | the CPU generator
-    torch.cuda.synchronize()                                 | nothing to do
+    torch.cuda.synchronize(), streams and events             | nothing to do: a CPU works in order
     Tensor.cuda(), Module.cuda()                             | the object itself
     Tensor.type() of a CPU tensor                            | the CUDA name of the same type (asserts compare names)
 
@@ -30,7 +30,7 @@ import importlib
 import sys
 import types
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,11 +94,28 @@ def _torch_on_cpu() -> types.ModuleType:
     cuda.random = random
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda device=None: None
+    stream = _Stream()
+    cuda.Stream = lambda *args, **kwargs: stream
+    cuda.current_stream = lambda device=None: stream
+    cuda.stream = lambda stream: nullcontext()
     replacement = _copy_of(torch)
     replacement.cuda = cuda
     for name in _CREATION_FUNCTIONS:
         setattr(replacement, name, _on_cpu(getattr(torch, name)))
     return replacement
+
+
+class _Stream:
+    """The one order in which a CPU works; it is its own event."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
 
 
 def _copy_of(module: types.ModuleType) -> Any:

@@ -23,6 +23,7 @@ class WeightUpdateError(RuntimeError):
 
     Attributes:
         engine_url: the engine, for example "http://127.0.0.1:30000".
+        engine_urls: all engines that are at fault; `engine_url` is the first.
         endpoint: the call, for example "/update_weights_from_distributed".
         status: the HTTP status, or None where no answer came.
         body: the answer's text, or the connection error.
@@ -30,14 +31,20 @@ class WeightUpdateError(RuntimeError):
 
     def __init__(self, engine_url: str, endpoint: str, status: int | None, body: str) -> None:
         self.engine_url = engine_url
+        self.engine_urls: tuple[str, ...] = (engine_url,)
         self.endpoint = endpoint
         self.status = status
         self.body = body
         answer = f"answered {status}" if status is not None else "gave no answer"
         super().__init__(f"weight update: engine {engine_url} {answer} to {endpoint}: {body}")
 
+    def naming(self, engine_urls: tuple[str, ...]) -> WeightUpdateError:
+        """This error, with all engines that are at fault."""
+        self.engine_urls = engine_urls
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.engine_url, self.endpoint, self.status, self.body)
+        return type(self), (self.engine_url, self.endpoint, self.status, self.body), {"engine_urls": self.engine_urls}
 
 
 class CacheFlushTimeoutError(WeightUpdateError, TimeoutError):

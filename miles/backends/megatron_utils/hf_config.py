@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUPPORTED_MODEL_TYPES = ("qwen3", "qwen2", "llama")
+SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,20 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """The experts that take the place of every layer's MLP."""
+
+    num_experts: int
+    top_k: int
+    """Experts that each token goes through."""
+    intermediate_size: int
+    renormalize: bool
+    """Whether the weights of a token's experts add up to 1 (else they are a part of the softmax over all experts)."""
+
+
+@dataclass(frozen=True)
 class HFModelConfig:
-    """Sizes of a dense decoder. Every field comes from `config.json`; nobody retypes them as flags."""
+    """Sizes of a decoder, dense or with experts. Every field comes from `config.json`; nobody retypes them as flags."""
 
     model_type: str
     vocab_size: int
@@ -36,6 +48,7 @@ class HFModelConfig:
     qkv_bias: bool
     qk_norm: bool
     rope_scaling: RopeScaling | None = None
+    moe: MoEConfig | None = None
 
     @staticmethod
     def from_dir(directory: str | Path) -> HFModelConfig:
@@ -81,8 +94,9 @@ def parse_hf_config(raw: dict[str, Any], *, source: str) -> HFModelConfig:
         rope_theta=theta,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
         rope_scaling=scaling,
+        moe=_moe(raw, source) if model_type == "qwen3_moe" else None,
     )
 
 
@@ -91,6 +105,21 @@ def _int(raw: dict[str, Any], key: str, source: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{source}: {key} must be a positive integer, got {value!r}")
     return value
+
+
+def _moe(raw: dict[str, Any], source: str) -> MoEConfig:
+    for key, only in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if (raw.get(key) or only) != only:
+            raise ValueError(f"{source}: {key} = {raw[key]!r} is not supported; every layer must have experts ({only})")
+    moe = MoEConfig(
+        num_experts=_int(raw, "num_experts", source),
+        top_k=_int(raw, "num_experts_per_tok", source),
+        intermediate_size=_int(raw, "moe_intermediate_size", source),
+        renormalize=bool(raw.get("norm_topk_prob", False)),
+    )
+    if moe.top_k > moe.num_experts:
+        raise ValueError(f"{source}: num_experts_per_tok {moe.top_k} must not be above num_experts {moe.num_experts}")
+    return moe
 
 
 def _refuse_unsupported(raw: dict[str, Any], source: str) -> None:

@@ -30,12 +30,11 @@ class Times:
         self.seconds[name] = time.perf_counter() - start
 
 
-def step_means(sums: Sequence[Mapping[str, torch.Tensor]], normalizer: float) -> dict[str, float]:
-    """`train/<name>` of one optimizer step. `sums`: per micro-batch, sums over its samples; a collective."""
-    names = sorted(sums[0])
-    total = torch.stack([torch.stack([part[name].double() for name in names]) for part in sums]).sum(0)
+def step_means(sums: Mapping[str, float], normalizer: float, device: torch.device) -> dict[str, float]:
+    """`train/<name>` of one optimizer step. `sums`: over this rank's samples; a collective."""
+    total = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64, device=device)
     values = (parallel.sum_over_data_parallel(total) / normalizer).tolist()
-    return {f"train/{name}": value for name, value in zip(names, values, strict=True)}
+    return {f"train/{name}": value for name, value in zip(sorted(sums), values, strict=True)}
 
 
 def mean_of_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

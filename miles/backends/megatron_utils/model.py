@@ -7,16 +7,18 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.backends.megatron_utils.attention import PackedAttention
+from miles.backends.megatron_utils.converter import Split, padded_vocab_size, param_spec
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -57,16 +59,11 @@ def transformer_config(hf: HFModelConfig, args: Namespace, layout: ParallelLayou
         qk_layernorm=hf.qk_norm,
         hidden_dropout=getattr(args, "hidden_dropout", 0.0),
         attention_dropout=getattr(args, "attention_dropout", 0.0),
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # not used by dense models; the default refuses variable lengths
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
         cuda_graph_scope=[],
@@ -80,20 +77,76 @@ def transformer_config(hf: HFModelConfig, args: Namespace, layout: ParallelLayou
         recompute_method=getattr(args, "recompute_method", None),
         recompute_num_layers=getattr(args, "recompute_num_layers", None),
         deterministic_mode=bool(getattr(args, "deterministic_mode", False)),
+        **_parallel_fields(args, layout),
+        **_moe_fields(hf, args),
     )
 
 
+def _parallel_fields(args: Namespace, layout: ParallelLayout) -> dict[str, Any]:
+    interleaved = layout.virtual > 1
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        "num_layers_in_first_pipeline_stage": getattr(args, "decoder_first_pipeline_num_layers", None),
+        "num_layers_in_last_pipeline_stage": getattr(args, "decoder_last_pipeline_num_layers", None),
+        # With two ranks a batch of sends and receives would hold two of each between the same pair.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": layout.pipeline > 1,
+    }
+
+
+def _moe_fields(hf: HFModelConfig, args: Namespace) -> dict[str, Any]:
+    dispatcher = getattr(args, "moe_token_dispatcher_type", None)
+    # The dispatcher "allgather" refuses micro-batches of different lengths.
+    fields: dict[str, Any] = {"moe_token_dispatcher_type": "flex" if dispatcher == "flex" else "alltoall"}
+    if hf.moe is None:
+        return fields
+    if not hasattr(
+        moe_utils, "te_general_gemm"
+    ):  # megatron-core's router asks for it, but only Transformer Engine has it
+        moe_utils.te_general_gemm = None
+    return fields | {
+        "num_moe_experts": hf.moe.num_experts,
+        "moe_router_topk": hf.moe.top_k,
+        "moe_ffn_hidden_size": hf.moe.intermediate_size,
+        "moe_router_pre_softmax": not hf.moe.renormalize,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": getattr(args, "moe_router_dtype", None) or "fp32",
+        "moe_router_load_balancing_type": getattr(args, "moe_router_load_balancing_type", None) or "aux_loss",
+        "moe_aux_loss_coeff": getattr(args, "moe_aux_loss_coeff", None) or 0.0,
+        "moe_grouped_gemm": use_transformer_engine(args),
+        "moe_permute_fusion": use_transformer_engine(args) and bool(getattr(args, "moe_permute_fusion", False)),
+        "moe_enable_deepep": bool(getattr(args, "moe_enable_deepep", False)),
+    }
+
+
 def layer_spec(hf: HFModelConfig, args: Namespace) -> ModuleSpec:
+    num_experts = hf.moe.num_experts if hf.moe else None
     if use_transformer_engine(args):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=hf.qk_norm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=hf.qk_norm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=num_experts is not None, qk_layernorm=hf.qk_norm
+        )
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=hf.qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec
 
 
-def build_model(hf: HFModelConfig, args: Namespace, layout: ParallelLayout) -> torch.nn.Module:
-    """The model of this rank with uninitialised weights, on its device; wrapped for bf16 where asked."""
+def build_model(hf: HFModelConfig, args: Namespace, layout: ParallelLayout) -> list[torch.nn.Module]:
+    """The stages of this rank with uninitialised weights, on its device; wrapped for bf16 where asked."""
     config = transformer_config(hf, args, layout)
+    stages = [None] if layout.virtual == 1 else list(range(layout.virtual))
+    return [_build_stage(hf, args, layout, config, stage) for stage in stages]
+
+
+def _build_stage(
+    hf: HFModelConfig, args: Namespace, layout: ParallelLayout, config: TransformerConfig, vp_stage: int | None
+) -> torch.nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core warns about how its own modules call each other
         model: Any = GPTModel(
@@ -101,23 +154,30 @@ def build_model(hf: HFModelConfig, args: Namespace, layout: ParallelLayout) -> t
             transformer_layer_spec=layer_spec(hf, args),
             vocab_size=padded_vocab_size(hf.vocab_size, layout.tensor),
             max_sequence_length=hf.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            parallel_output=False,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             position_embedding_type="rope",
             rotary_base=hf.rope_theta,  # type: ignore[arg-type]
             rope_scaling=hf.rope_scaling is not None,
             rope_scaling_factor=hf.rope_scaling.factor if hf.rope_scaling else 8.0,
+            vp_stage=vp_stage,
         )
+    _mark_shards(model)
     if torch.cuda.is_available():
         model = model.cuda()
     return Float16Module(config, model) if config.bf16 else model
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding: the vocabulary, rounded up so that every tensor-parallel rank holds as many."""
-    return -(-vocab_size // tensor_parallel) * tensor_parallel
+def _mark_shards(model: torch.nn.Module) -> None:
+    """Tell megatron-core which parameters are shards: it counts the others once in the gradient norm. Its layers do so
+    only where they initialise their weights, which ours leave to the checkpoint."""
+    for name, parameter in model.named_parameters():
+        split = param_spec(name).split
+        if not split.is_whole and not hasattr(parameter, "tensor_model_parallel"):
+            dim = 1 if split is Split.COLUMNS else 0
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
 
 def unwrap(model: torch.nn.Module) -> Any:

@@ -16,23 +16,25 @@ from megatron.core.utils import get_model_config
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
     from megatron.core.optimizer import MegatronOptimizer
 
 logger = logging.getLogger(__name__)
 
 
-def wrap_data_parallel(model: torch.nn.Module, args: Namespace) -> DistributedDataParallel:
-    """Gradients accumulate in one flat buffer over micro-batches and are reduced once, behind the last."""
-    config = get_model_config(model)
+def wrap_data_parallel(stages: Sequence[torch.nn.Module], args: Namespace) -> list[torch.nn.Module]:
+    """Gradients accumulate in one flat buffer a stage over micro-batches and are reduced once, behind the last."""
+    config = get_model_config(stages[0])
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=bool(getattr(args, "accumulate_allreduce_grads_in_fp32", False)) or config.bf16,
         overlap_grad_reduce=False,
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=bool(getattr(args, "use_distributed_optimizer", False)),
         check_for_nan_in_grad=False,  # `optimizer_step` looks at the reduced norm instead
     )
-    wrapped = DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
-    config.no_sync_func = wrapped.no_sync
+    wrapped = [DistributedDataParallel(config=config, ddp_config=ddp_config, module=stage) for stage in stages]
+    no_sync = [stage.no_sync for stage in wrapped]
+    config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped
 
@@ -42,17 +44,18 @@ def checks_for_nan(args: Namespace) -> bool:
     return bool(getattr(args, "check_for_nan_in_loss_and_grad", True))
 
 
-def build_optimizer(model: DistributedDataParallel, args: Namespace) -> MegatronOptimizer:
+def build_optimizer(stages: Sequence[torch.nn.Module], args: Namespace) -> MegatronOptimizer:
     """AdamW (or SGD) as megatron-core builds it: no weight decay on norms and biases.
 
     Raises:
         ValueError: an optimizer or option that this version does not have.
     """
-    if getattr(args, "use_distributed_optimizer", False):
-        raise ValueError("--use-distributed-optimizer is not supported in this version; leave it out")
     kind = getattr(args, "optimizer", "adam")
     if kind not in ("adam", "sgd"):
         raise ValueError(f"--optimizer must be adam or sgd, got {kind!r}")
+    distributed = bool(getattr(args, "use_distributed_optimizer", False))
+    if distributed and kind != "adam":
+        raise ValueError(f"--use-distributed-optimizer needs --optimizer adam, got {kind!r}")
     config = OptimizerConfig(
         optimizer=kind,
         lr=args.lr,
@@ -64,10 +67,10 @@ def build_optimizer(model: DistributedDataParallel, args: Namespace) -> Megatron
         clip_grad=_or(args, "clip_grad", 1.0) or math.inf,
         bf16=bool(getattr(args, "bf16", False)),
         params_dtype=torch.bfloat16 if getattr(args, "bf16", False) else torch.float32,
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=distributed,
     )
-    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
-    get_model_config(model).grad_scale_func = optimizer.scale_loss if config.bf16 else None
+    optimizer = get_megatron_optimizer(config, list(stages), use_gloo_process_groups=False)
+    get_model_config(stages[0]).grad_scale_func = optimizer.scale_loss if config.bf16 else None
     return optimizer
 
 

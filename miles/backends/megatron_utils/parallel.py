@@ -20,32 +20,60 @@ if TYPE_CHECKING:
 class ParallelLayout:
     """Sizes of the model-parallel dimensions; data parallelism takes the ranks that are left."""
 
-    tensor: int
-    pipeline: int
-    context: int
-    expert: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual: int = 1
+    """Stages that each pipeline rank holds, interleaved; 1: the plain one-forward-one-backward schedule."""
+    sequence_parallel: bool = False
 
     @staticmethod
     def from_args(args: Namespace, world_size: int) -> ParallelLayout:
-        """Raises ValueError where the sizes do not divide `world_size`, or where a dimension is not supported yet."""
+        """Raises ValueError where the sizes do not divide `world_size`, or this machine cannot run a dimension."""
+        tensor = getattr(args, "tensor_model_parallel_size", None) or 1
         layout = ParallelLayout(
-            tensor=getattr(args, "tensor_model_parallel_size", None) or 1,
+            tensor=tensor,
             pipeline=getattr(args, "pipeline_model_parallel_size", None) or 1,
             context=getattr(args, "context_parallel_size", None) or 1,
             expert=getattr(args, "expert_model_parallel_size", None) or 1,
+            expert_tensor=getattr(args, "expert_tensor_parallel_size", None) or tensor,
+            virtual=getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1,
+            sequence_parallel=bool(getattr(args, "sequence_parallel", False)) and tensor > 1,
         )
-        for flag, size in (
-            ("--tensor-model-parallel-size", layout.tensor),
-            ("--pipeline-model-parallel-size", layout.pipeline),
-            ("--context-parallel-size", layout.context),
-            ("--expert-model-parallel-size", layout.expert),
-        ):
-            if size != 1:
-                raise ValueError(f"{flag} must be 1 in this version, got {size}: the trainer is data parallel only")
+        layout.check_world(world_size)
         return layout
 
+    def check_world(self, world_size: int) -> None:
+        """Raise ValueError where these sizes do not fit `world_size` ranks."""
+        model = self.tensor * self.pipeline * self.context
+        if world_size % model:
+            raise ValueError(
+                f"{world_size} trainer ranks are no multiple of --tensor-model-parallel-size x "
+                f"--pipeline-model-parallel-size x --context-parallel-size ({self.tensor} x {self.pipeline} x "
+                f"{self.context} = {model})"
+            )
+        experts = self.expert_tensor * self.expert * self.pipeline
+        if world_size % experts:
+            raise ValueError(
+                f"{world_size} trainer ranks are no multiple of --expert-tensor-parallel-size x "
+                f"--expert-model-parallel-size x --pipeline-model-parallel-size ({self.expert_tensor} x {self.expert} "
+                f"x {self.pipeline} = {experts})"
+            )
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"--num-virtual-stages-per-pipeline-rank {self.virtual} needs --pipeline-model-parallel-size above 1"
+            )
+
     def data_size(self, world_size: int) -> int:
+        """Number of data-parallel ranks: those that get different samples."""
         return world_size // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Micro-batches of a step must be a multiple of this: the interleaved schedule works on groups of them."""
+        return self.pipeline if self.virtual > 1 else 1
 
 
 def initialize_distributed(
@@ -68,8 +96,10 @@ def initialize_distributed(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=on_gpu,
     )
     seed = getattr(args, "seed", 1234)
@@ -107,6 +137,29 @@ def max_over_data_parallel(value: int) -> int:
 
 def data_parallel_rank() -> int:
     return int(parallel_state.get_data_parallel_rank())
+
+
+def is_last_stage() -> bool:
+    """Whether this rank holds the end of the model (and with interleaving one of its other stages)."""
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """Broadcast in place from the last pipeline stage to the others; every rank passes a tensor of the same size."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(values, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return values
+
+
+def object_from_last_stage(value: Any) -> Any:
+    """What the last pipeline stage passes; the others' argument is ignored. A collective, free with one stage."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    holder = [value]
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(holder, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return holder[0]
 
 
 def barrier() -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from miles.backends.training_utils.log_probs import response_log_probs
+from miles.backends.megatron_utils.parallel import from_last_stage, is_last_stage, object_from_last_stage
+from miles.backends.training_utils.log_probs import VocabularyShard, response_log_probs
 from miles.backends.training_utils.loss import loss_from_logits, policy_loss
 
 if TYPE_CHECKING:
@@ -42,55 +45,72 @@ class StepScale:
 
 
 def log_prob_pass(
-    model: torch.nn.Module, micro_batches: Sequence[MicroBatch], *, vocab_size: int, temperature: float
+    stages: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], *, vocab_size: int, temperature: float
 ) -> list[list[torch.Tensor]]:
-    """Log-probabilities of the response tokens: per micro-batch a list of [R_i] tensors. Only on the last stage."""
+    """Log-probabilities of the response tokens: per micro-batch a list of [R_i] tensors, equal on all ranks that have
+    the same samples."""
 
-    def collect(batch: MicroBatch, logits: torch.Tensor, non_loss_data: bool = True) -> list[torch.Tensor]:
+    def collect(batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = True) -> list[torch.Tensor]:
+        logits, shard = _own_vocabulary(output, vocab_size)
         log_probs, _ = response_log_probs(
-            logits[0, :, :vocab_size],
+            logits,
             batch.row.tokens,
             batch.samples["total_lengths"],
             batch.samples["response_lengths"],
             temperature=temperature,
+            shard=shard,
         )
         return log_probs
 
-    model.eval()
+    for stage in stages:
+        stage.eval()
     with torch.no_grad():
-        outputs: list[list[torch.Tensor]] = _run(model, micro_batches, collect, forward_only=True)
-    return outputs
+        outputs: list[list[torch.Tensor]] = _run(stages, micro_batches, collect, forward_only=True)
+    return _on_all_stages(micro_batches, outputs)
 
 
 def training_pass(
-    model: torch.nn.Module,
+    stages: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     loss_config: LossConfig,
     scale: StepScale,
     *,
     vocab_size: int,
     reuse_forward: bool,
-) -> list[dict[str, torch.Tensor]]:
-    """Accumulate the gradients of one optimizer step; returns each micro-batch's metrics (sums), on the last stage.
+) -> dict[str, float]:
+    """Accumulate the gradients of one optimizer step; returns the metrics as sums over this rank's samples.
 
     `reuse_forward`: this is the only step made of the rollout, so the policy before the step is the policy in this
     very forward pass; its detached log-probabilities are the old ones, and a pass of their own would compute the same
     numbers again. They are stored into the micro-batches as `log_probs`.
     """
     factor = scale.loss_factor(len(micro_batches))
+    whole_logits = loss_config.loss_type == "custom_loss"
 
-    def loss(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logits, shard = (_vocabulary if whole_logits else _own_vocabulary)(output, vocab_size)
         compute = _loss_with_own_log_probs if reuse_forward else loss_from_logits
-        total, metrics = compute(loss_config, batch.samples, logits[0, :, :vocab_size], batch.row.tokens)
+        total, metrics = compute(loss_config, batch.samples, logits, batch.row.tokens, shard=shard)
         return total * factor, metrics
 
-    model.train()
-    metrics: list[dict[str, torch.Tensor]] = _run(model, micro_batches, loss, forward_only=False)
-    return metrics
+    for stage in stages:
+        stage.train()
+    metrics: list[dict[str, torch.Tensor]] = _run(stages, micro_batches, loss, forward_only=False)
+    if reuse_forward:
+        own = [batch.samples["log_probs"] for batch in micro_batches] if is_last_stage() else []
+        for batch, log_probs in zip(micro_batches, _on_all_stages(micro_batches, own), strict=True):
+            batch.samples["log_probs"] = log_probs
+    sums: dict[str, float] = object_from_last_stage(_sums(metrics))
+    return sums
 
 
 def _loss_with_own_log_probs(
-    config: LossConfig, samples: dict[str, Any], logits: torch.Tensor, tokens: torch.Tensor
+    config: LossConfig,
+    samples: dict[str, Any],
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The policy loss where the current log-probabilities are also the ones before the step."""
     log_probs, entropies = response_log_probs(
@@ -100,26 +120,74 @@ def _loss_with_own_log_probs(
         samples["response_lengths"],
         temperature=config.temperature,
         with_entropy=config.needs_entropy,
+        shard=shard,
     )
     samples["log_probs"] = [row.detach() for row in log_probs]
     return policy_loss(config, samples, log_probs, entropies)
 
 
+# --- the vocabulary, split over tensor-parallel ranks ----------------------------------------------------------------
+
+
+def _own_vocabulary(output: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, VocabularyShard | None]:
+    """[1, T, rows of this rank] -> [T, real tokens among them], and where in the vocabulary they are."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return output[0, :, :vocab_size], None
+    start = parallel_state.get_tensor_model_parallel_rank() * output.shape[-1]
+    shard = VocabularyShard(start, parallel_state.get_tensor_model_parallel_group())
+    return output[0, :, : max(0, vocab_size - start)], shard
+
+
+def _vocabulary(output: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, None]:
+    """The logits of the whole vocabulary, [T, V], gathered for a user's loss function."""
+    whole = tensor_parallel.gather_from_tensor_model_parallel_region(output)
+    return whole[0, :, :vocab_size], None
+
+
+# --- the pipeline ----------------------------------------------------------------------------------------------------
+
+
 def _run(
-    model: torch.nn.Module, micro_batches: Sequence[MicroBatch], on_logits: Any, *, forward_only: bool
+    stages: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], on_logits: Any, *, forward_only: bool
 ) -> list[Any]:
+    """What `on_logits` returns for each micro-batch, on the last stage; nothing on the others."""
+
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
         output = model(batch.row.tokens, batch.row.position_ids, None, packed_seq_params=batch.params)
         return output, partial(on_logits, batch)
 
-    return get_forward_backward_func()(
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=[model],
+        data_iterator=[iter(micro_batches) for _ in stages],
+        model=list(stages),
         num_microbatches=len(micro_batches),
         seq_length=max(batch.row.tokens.shape[1] for batch in micro_batches),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    return results
+
+
+def _on_all_stages(
+    micro_batches: Sequence[MicroBatch], per_token: Sequence[Sequence[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """Numbers per response token that the last stage has, on all stages."""
+    lengths = [list(batch.samples["response_lengths"]) for batch in micro_batches]
+    if is_last_stage():
+        flat = torch.cat([row for part in per_token for row in part])
+    else:
+        flat = torch.empty(sum(map(sum, lengths)), dtype=torch.float32, device=micro_batches[0].row.tokens.device)
+    rows = from_last_stage(flat).split([length for part in lengths for length in part])
+    places = list(accumulate(map(len, lengths), initial=0))
+    return [list(rows[start:end]) for start, end in pairwise(places)]
+
+
+def _sums(metrics: Sequence[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """The metrics of all micro-batches added up, in one transfer from the device."""
+    if not metrics:
+        return {}
+    names = sorted(metrics[0])
+    total = torch.stack([torch.stack([part[name].double() for name in names]) for part in metrics]).sum(0)
+    return dict(zip(names, total.tolist(), strict=True))

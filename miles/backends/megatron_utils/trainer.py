@@ -27,8 +27,10 @@ if not torch.cuda.is_available():  # before anything of megatron-core is importe
     install_cpu_shim()
 
 from miles.backends.megatron_utils import checkpoint, metrics, parallel
+from miles.backends.megatron_utils.gather import GatherPlan, gathered_weights
 from miles.backends.megatron_utils.hf_export import export_hf_checkpoint
-from miles.backends.megatron_utils.model import build_model, params_dtype, use_transformer_engine
+from miles.backends.megatron_utils.lockstep import in_lockstep
+from miles.backends.megatron_utils.model import build_model, use_transformer_engine
 from miles.backends.megatron_utils.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -40,7 +42,7 @@ from miles.backends.megatron_utils.optimizer import (
 from miles.backends.megatron_utils.passes import StepScale, log_prob_pass, training_pass
 from miles.backends.megatron_utils.train_data import batch_from_shard, micro_batch, pad_multiple
 from miles.backends.megatron_utils.weight_update import WeightUpdateConfig, WeightUpdater, compare_checksums
-from miles.backends.megatron_utils.weights import hf_named_tensors, load_hf_weights
+from miles.backends.megatron_utils.weights import load_hf_weights
 from miles.backends.training_utils.advantages import compute_advantages_and_returns
 from miles.backends.training_utils.batching import micro_batch_indices, optimizer_steps
 from miles.backends.training_utils.loss import LossConfig
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from miles.backends.megatron_utils.train_data import MicroBatch
+    from miles.backends.megatron_utils.wire import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +95,11 @@ class MegatronTrainer:
     def _build(self) -> None:
         """Models, optimizer and schedule."""
         self._hooks.init(self._args)
-        model = build_model(self._hf, self._args, self._layout)
-        load_hf_weights(model, self._args.hf_checkpoint, self._hf)
-        self._model = wrap_data_parallel(model, self._args)
-        self._optimizer = build_optimizer(self._model, self._args)
+        stages = build_model(self._hf, self._args, self._layout)
+        load_hf_weights(stages, self._args.hf_checkpoint, self._hf)
+        self._stages = wrap_data_parallel(stages, self._args)
+        self._plan = GatherPlan.make(self._stages, self._hf)
+        self._optimizer = build_optimizer(self._stages, self._args)
         self._scheduler = build_scheduler(self._optimizer, self._args)
         self._reference = self._build_reference()
 
@@ -148,14 +152,17 @@ class MegatronTrainer:
 
     def export_hf(self, directory: str) -> None:
         """Write config, tokenizer and weights so that `from_pretrained(directory)` loads them."""
+        tensors = self.hf_named_tensors()
         try:
             if self.is_weight_source:
-                export_hf_checkpoint(directory, self.hf_named_tensors(), source=self._args.hf_checkpoint)
+                export_hf_checkpoint(directory, tensors, source=self._args.hf_checkpoint)
         finally:
-            parallel.barrier()  # also where the disk is full: the other ranks wait here
+            for _ in tensors:  # the other ranks send their shards, also where rank 0 found the disk full
+                pass
+            parallel.barrier()
 
     def _training_state(self) -> checkpoint.TrainingState:
-        return checkpoint.TrainingState(self._model, self._optimizer, self._scheduler)
+        return checkpoint.TrainingState(self._stages, self._optimizer, self._scheduler, self._plan)
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -177,9 +184,9 @@ class MegatronTrainer:
             with times.measure("ref_log_probs"):
                 batch["ref_log_probs"] = self._log_probs(self._reference, batch)
         if not reuse_forward and self._needs_own_log_probs():
-            self._hooks.before_log_prob(self._args, self._model)
+            self._hooks.before_log_prob(self._args, self._stages)
             with times.measure("log_probs"):
-                batch["log_probs"] = self._log_probs(self._model, batch)
+                batch["log_probs"] = self._log_probs(self._stages, batch)
         if getattr(self._args, "compute_advantages_and_returns", True) and self._loss_config.loss_type != "sft_loss":
             compute_advantages_and_returns(self._args, batch, all_reduce_sum=parallel.sum_over_data_parallel)
         with times.measure("actor_train"):
@@ -233,13 +240,14 @@ class MegatronTrainer:
         reuse_forward: bool,
     ) -> dict[str, float]:
         """One optimizer step on the samples at these positions of the batch."""
-        self._hooks.before_train_step(self._args, rollout_id, step_id, [self._model], self._optimizer, self._scheduler)
+        self._hooks.before_train_step(self._args, rollout_id, step_id, self._stages, self._optimizer, self._scheduler)
         micro_batches, indices = self._micro_batches(batch, samples)
         scale = self._scale(batch, samples, global_batch_size)
-        self._model.zero_grad_buffer()
+        for stage in self._stages:
+            stage.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums = training_pass(
-            self._model,
+            self._stages,
             micro_batches,
             self._loss_config,
             scale,
@@ -253,7 +261,7 @@ class MegatronTrainer:
         if updated:
             self._scheduler.step(1)
         return {
-            **metrics.step_means(sums, scale.normalizer),
+            **metrics.step_means(sums, scale.normalizer, self._device),
             "train/grad_norm": grad_norm,
             **{f"train/lr-pg_{i}": float(lr) for i, lr in enumerate(learning_rates)},
         }
@@ -265,11 +273,11 @@ class MegatronTrainer:
         total = float(parallel.sum_over_data_parallel(tokens.view(1)))
         return StepScale(max(total, 1.0), self.dp_size)
 
-    def _log_probs(self, model: torch.nn.Module, batch: dict[str, Any]) -> list[torch.Tensor]:
-        """Log-probabilities of every sample's response tokens under `model`, in batch order."""
+    def _log_probs(self, stages: Sequence[torch.nn.Module], batch: dict[str, Any]) -> list[torch.Tensor]:
+        """Log-probabilities of every sample's response tokens under a model, in batch order."""
         micro_batches, indices = self._micro_batches(batch, range(len(batch["tokens"])), forward_only=True)
         outputs = log_prob_pass(
-            model, micro_batches, vocab_size=self._hf.vocab_size, temperature=self._loss_config.temperature
+            stages, micro_batches, vocab_size=self._hf.vocab_size, temperature=self._loss_config.temperature
         )
         return _in_batch_order(indices, outputs)
 
@@ -279,7 +287,11 @@ class MegatronTrainer:
         """The micro-batches of these samples, and the batch positions in each."""
         lengths = [batch["total_lengths"][i] for i in samples]
         parts = micro_batch_indices(
-            self._args, lengths, forward_only=forward_only, max_over_dp=parallel.max_over_data_parallel
+            self._args,
+            lengths,
+            multiple_of=self._layout.micro_batch_multiple,
+            forward_only=forward_only,
+            max_over_dp=parallel.max_over_data_parallel,
         )
         indices = [[samples[i] for i in part] for part in parts]
         on_gpu = self._device.type == "cuda"
@@ -293,7 +305,7 @@ class MegatronTrainer:
             for part in indices
         ], indices
 
-    def _build_reference(self) -> torch.nn.Module | None:
+    def _build_reference(self) -> list[torch.nn.Module] | None:
         """The frozen model that KL terms compare with; None where no flag uses one."""
         if not (self._loss_config.use_kl_loss or getattr(self._args, "kl_coef", None)):
             return None
@@ -302,19 +314,26 @@ class MegatronTrainer:
             raise ValueError(
                 f"--ref-load {source} has another config.json than --hf-checkpoint {self._args.hf_checkpoint}"
             )
-        model = build_model(self._hf, self._args, self._layout)
-        load_hf_weights(model, source, self._hf)
-        return model.requires_grad_(False)
+        stages = build_model(self._hf, self._args, self._layout)
+        load_hf_weights(stages, source, self._hf)
+        return [stage.requires_grad_(False) for stage in stages]
 
     # --- weights for the engines -------------------------------------------------------------------------------------
 
     def hf_named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face name and full tensor of every weight; detached views, to be used before the next step."""
-        return hf_named_tensors(self._model, self._hf)
+        """Hugging Face name and full tensor of every weight on rank 0, to be used before the next step; nothing on the
+        other ranks, which must take part all the same."""
+        for bucket in gathered_weights(self._plan, self._stages, self._hf, self._update_config.buffer_bytes):
+            yield from bucket
 
     def weight_checksums(self) -> dict[str, str]:
-        """Hugging Face name -> checksum of the weight as the engines receive it."""
-        return {name: tensor_checksum(tensor) for name, tensor in self._weights_for_engines()}
+        """Hugging Face name -> checksum of the weight as the engines receive it; every rank calls it."""
+        dtype = self._update_config.dtype
+        return {
+            name: tensor_checksum(tensor if dtype is None else tensor.to(dtype))
+            for piece in self._gathered_weights()
+            for name, tensor in piece
+        }
 
     def connect_engines(self, engine_urls: list[str]) -> None:
         """Form the weight-update group with these engines (rank 0; the other ranks have nothing to do)."""
@@ -325,24 +344,29 @@ class MegatronTrainer:
         self._updater.connect(engine_urls)
 
     def update_weights(self, *, again: bool = False) -> dict[str, float]:
-        """Push the weights to all connected engines as version `weight_version + 1`; returns timings.
+        """Push the weights to all connected engines as version `weight_version + 1`; returns timings (on rank 0).
+
+        Every rank calls it, and every rank raises what rank 0 met.
 
         `again`: as `weight_version`, to engines that do not have it yet; nothing may have been trained since.
 
         Raises:
-            WeightUpdateError: an engine refused or went silent; `weight_version` is unchanged.
+            WeightUpdateError: an engine refused or went silent; `weight_version` is unchanged, so that the same update
+                can be repeated once `connect_engines` has replaced the group.
             ValueError: with --check-weight-update-equal, where an engine's weights differ afterwards.
         """
         version = self.weight_version + (not again)
-        timings: dict[str, float] = {}
-        if self.is_weight_source:
+
+        def send(pieces: Iterator[Piece]) -> dict[str, float]:
             if self._updater is None:
                 raise RuntimeError("connect_engines() before update_weights()")
-            timings = self._updater.update(self._weights_for_engines(), version)
+            return self._updater.update(pieces, version)
+
+        timings = in_lockstep(self._gathered_weights(), send if self.is_weight_source else None)
         self.weight_version = version
-        if self.is_weight_source and getattr(self._args, "check_weight_update_equal", False):
+        if getattr(self._args, "check_weight_update_equal", False):
             self._check_engines()
-        return timings
+        return timings or {}
 
     def close(self) -> None:
         """Leave all groups. Idempotent; bounded even where engines are gone."""
@@ -351,17 +375,15 @@ class MegatronTrainer:
             self._updater = None
         parallel.shutdown_distributed()
 
-    def _weights_for_engines(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the number format that the engines hold."""
-        dtype = params_dtype(self._args)
-        if getattr(self._args, "rollout_engine", None) == "embedded":
-            dtype = getattr(torch, getattr(self._args, "embedded_dtype", None) or "float32")
-        for name, tensor in self.hf_named_tensors():
-            yield name, tensor.to(dtype)
+    def _gathered_weights(self) -> Iterator[Piece]:
+        """All weights, in the trainer's number format, in pieces; every rank iterates it to the end."""
+        return gathered_weights(self._plan, self._stages, self._hf, self._update_config.piece_bytes)
 
     def _check_engines(self) -> None:
-        assert self._updater is not None
         expected = self.weight_checksums()
+        if not self.is_weight_source:
+            return
+        assert self._updater is not None
         for engine, found in zip(self._updater.engines, self._updater.checksums(), strict=True):
             compare_checksums(expected, found, engine.url)
 
@@ -394,9 +416,9 @@ class _Hooks:
         if self._init:
             self._init(args)
 
-    def before_log_prob(self, args: Namespace, model: torch.nn.Module) -> None:
+    def before_log_prob(self, args: Namespace, stages: Sequence[torch.nn.Module]) -> None:
         if self._before_log_prob:
-            self._before_log_prob(args, [model], "")
+            self._before_log_prob(args, list(stages), "")
 
     def before_train_step(self, *call: Any) -> None:
         if self._before_train_step:

@@ -83,7 +83,7 @@ def micro_batch_indices(
     `total_lengths` holds prompt + response tokens of each sample. Every data-parallel rank must run the same number
     of micro-batches: `max_over_dp` takes this rank's count and returns the largest over the ranks (a collective; None
     for one rank; only called with --use-dynamic-batch-size). `multiple_of` is the group size of an interleaved
-    pipeline: the count is rounded up to a multiple of it. `forward_only` uses --log-probs-max-tokens-per-gpu.
+    pipeline: the count is rounded up to a multiple of it, by splitting some. `forward_only` uses --log-probs-max-tokens-per-gpu.
 
     With a fixed --micro-batch-size the last micro-batch may be smaller.
     """
@@ -93,7 +93,14 @@ def micro_batch_indices(
         raise ValueError("cannot cut an empty list of samples into micro-batches")
     if not config.use_dynamic_batch_size:
         size = config.micro_batch_size
-        return [list(range(start, min(start + size, n))) for start in range(0, n, size)]
+        parts = [list(range(start, min(start + size, n))) for start in range(0, n, size)]
+        count = -(-len(parts) // multiple_of) * multiple_of
+        if count > n:
+            raise ValueError(
+                f"--global-batch-size gives this rank {n} samples a step, but an interleaved pipeline needs a multiple "
+                f"of {multiple_of} micro-batches (--pipeline-model-parallel-size)"
+            )
+        return _split_to(parts, count)
     assert config.max_tokens_per_gpu is not None
     max_tokens = config.max_tokens_per_gpu * cp_size
     packed = first_fit(total_lengths, max_tokens)

@@ -2,13 +2,18 @@
 
 packed row      | p p p r r | p r r r | pad |        logits[t] is the distribution of token t + 1
 rows that count |     ^ ^   | ^ ^ ^   |     |        response_length rows a sample, from its last prompt token on
+
+Tensor-parallel ranks each have the logits of a part of the vocabulary (`VocabularyShard`). They exchange three numbers
+a token and never the logits: the largest logit, the sum of exponentials with the target's logit, and the entropy's sum.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +26,16 @@ _LOG_ZERO = -1e4
 """Stands for log 0, whose exponential is 0 in float32: a masked vocabulary entry (logit -inf) must not give NaN."""
 
 
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The columns of the logits that this rank has, and the ranks that have the others."""
+
+    start: int
+    """The token of the first column."""
+    group: dist.ProcessGroup
+    """All ranks of the vocabulary; each computes the same results."""
+
+
 def response_log_probs(
     logits: torch.Tensor,
     tokens: torch.Tensor,
@@ -29,12 +44,15 @@ def response_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """Log-probability of each response token, and the entropy of its distribution, in nats, as float32.
 
     `logits` is [T, V] or [1, T, V], `tokens` [T] or [1, T]; sample i takes the next `total_lengths[i]` tokens, of
     which the last `response_lengths[i]` are its response; padding behind the last sample is ignored. Returns lists of
     [R_i] tensors; the second is None without `with_entropy`. Both are differentiable with respect to `logits`.
+
+    `shard`: the logits are those of a part of the vocabulary; the call is then a collective of the shard's group.
 
     The logits are divided by `temperature` where it is positive and not 1. Besides the logits themselves nothing of
     size [T, V] is kept for the backward pass, which allocates exactly the gradient.
@@ -46,7 +64,7 @@ def response_log_probs(
     positions = _predicted_positions(total_lengths, response_lengths, logits.shape[0], tokens.shape[0])
     targets = torch.tensor(positions, dtype=torch.int64).to(logits.device)
     divisor = temperature if temperature > 0 else 1.0
-    log_probs, entropies = _TokenLogProbs.apply(logits, targets - 1, tokens[targets], divisor, with_entropy)  # type: ignore[no-untyped-call]
+    log_probs, entropies = _TokenLogProbs.apply(logits, targets - 1, tokens[targets], divisor, with_entropy, shard)  # type: ignore[no-untyped-call]
     lengths = list(response_lengths)
     return list(torch.split(log_probs, lengths)), list(torch.split(entropies, lengths)) if with_entropy else None
 
@@ -96,32 +114,45 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, divisor: float, with_entropy: bool
+        ctx: Any,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        divisor: float,
+        with_entropy: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs = torch.empty(rows.shape[0], dtype=torch.float32, device=logits.device)
-        log_norms = torch.empty_like(log_probs)
-        entropies = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
+        columns, here = _columns(targets, shard, logits.shape[1])
+        target_logits = torch.empty(rows.shape[0], dtype=torch.float32, device=logits.device)
+        log_norms = torch.empty_like(target_logits)
+        entropies = torch.empty_like(target_logits) if with_entropy else target_logits.new_empty(0)
         for chunk in _chunks(rows.shape[0], logits):
             scaled = _scaled_rows(logits, rows[chunk], divisor)
             log_norms[chunk] = torch.logsumexp(scaled, dim=-1)
-            log_probs[chunk] = scaled.gather(1, targets[chunk, None]).squeeze(1) - log_norms[chunk]
+            target_logits[chunk] = scaled.gather(1, columns[chunk, None]).squeeze(1)
+            if with_entropy and shard is None:
+                entropies[chunk] = _entropy(scaled, log_norms[chunk])
+        if shard is not None:
+            target_logits, log_norms = _combine(torch.where(here, target_logits, 0.0), log_norms, shard)
             if with_entropy:
-                log_p = scaled.sub_(log_norms[chunk, None])
-                entropies[chunk] = -(log_p.exp() * log_p.clamp(min=_LOG_ZERO)).sum(dim=-1)
-        ctx.save_for_backward(logits, rows, targets, log_norms, entropies)
+                for chunk in _chunks(rows.shape[0], logits):
+                    entropies[chunk] = _entropy(_scaled_rows(logits, rows[chunk], divisor), log_norms[chunk])
+                dist.all_reduce(entropies, group=shard.group)
+        ctx.save_for_backward(logits, rows, columns, here, log_norms, entropies)
         ctx.divisor = divisor
         ctx.with_entropy = with_entropy
         if not with_entropy:
             ctx.mark_non_differentiable(entropies)
-        return log_probs, entropies
+        return target_logits - log_norms, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, rows, targets, log_norms, entropies = ctx.saved_tensors
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
+        logits, rows, columns, here, log_norms, entropies = ctx.saved_tensors
         grad = torch.zeros_like(logits)
+        grad_target = grad_log_probs * here
         for chunk in _chunks(rows.shape[0], logits):
             log_p = _scaled_rows(logits, rows[chunk], ctx.divisor).sub_(log_norms[chunk, None])
             weight = -grad_log_probs[chunk, None]
@@ -129,9 +160,37 @@ class _TokenLogProbs(torch.autograd.Function):
                 log_p.clamp_(min=_LOG_ZERO)
                 weight = weight - grad_entropies[chunk, None] * (log_p + entropies[chunk, None])
             rows_grad = log_p.exp_().mul_(weight)
-            rows_grad.scatter_add_(1, targets[chunk, None], grad_log_probs[chunk, None])
+            rows_grad.scatter_add_(1, columns[chunk, None], grad_target[chunk, None])
             grad[rows[chunk]] = rows_grad.div_(ctx.divisor).to(grad.dtype)
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
+
+
+def _columns(
+    targets: torch.Tensor, shard: VocabularyShard | None, num_columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of each target (0 where another rank has it), and whether this rank has it; both [N]."""
+    if shard is None:
+        return targets, torch.ones_like(targets, dtype=torch.bool)
+    columns = targets - shard.start
+    here = (columns >= 0) & (columns < num_columns)
+    return columns * here, here
+
+
+def _combine(
+    target_logits: torch.Tensor, log_norms: torch.Tensor, shard: VocabularyShard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target logits and log-sum-exp of the whole vocabulary from those of each rank's part, [N] each."""
+    largest = log_norms.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    sums = torch.stack([target_logits, (log_norms - largest).exp()])
+    dist.all_reduce(sums, group=shard.group)
+    return sums[0], largest + sums[1].log()
+
+
+def _entropy(scaled: torch.Tensor, log_norms: torch.Tensor) -> torch.Tensor:
+    """-sum(p log p) over the columns of `scaled`, which is overwritten."""
+    log_p = scaled.sub_(log_norms[:, None])
+    return -(log_p.exp() * log_p.clamp(min=_LOG_ZERO)).sum(dim=-1)
 
 
 def _scaled_rows(logits: torch.Tensor, rows: torch.Tensor, divisor: float) -> torch.Tensor:

@@ -37,6 +37,8 @@ from miles.utils.user_calls import UserCode
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from miles.backends.training_utils.log_probs import VocabularyShard
+
 __all__ = [
     "LossConfig",
     "icepop_function",
@@ -51,9 +53,15 @@ LossAndMetrics = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def loss_from_logits(
-    config: LossConfig, micro_batch: Mapping[str, Any], logits: torch.Tensor, tokens: torch.Tensor
+    config: LossConfig,
+    micro_batch: Mapping[str, Any],
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    shard: VocabularyShard | None = None,
 ) -> LossAndMetrics:
-    """The loss that --loss-type names. `logits` [T, V] and `tokens` [T] are the packed row of the micro-batch."""
+    """The loss that --loss-type names. `logits` [T, V] and `tokens` [T] are the packed row of the micro-batch; with
+    `shard` the logits are those of a part of the vocabulary (never with a custom loss)."""
     if config.loss_type == "custom_loss":
         return _custom_loss(config, micro_batch, logits)
     log_probs, entropies = response_log_probs(
@@ -63,6 +71,7 @@ def loss_from_logits(
         micro_batch["response_lengths"],
         temperature=config.temperature if config.loss_type == "policy_loss" else 1.0,
         with_entropy=config.needs_entropy and config.loss_type == "policy_loss",
+        shard=shard,
     )
     if config.loss_type == "sft_loss":
         return sft_loss(config, micro_batch, log_probs)

@@ -105,23 +105,25 @@ class EvalDispatcher:
         """The trainer's weights of now have the name `version`."""
         self._weights = Weights(version)
 
-    async def dispatch(self, rollout_id: int, *, hf_dir: str | None = None, force: bool = False) -> None:
+    async def dispatch(self, rollout_id: int, *, hf_dir: str | None = None, force: bool = False) -> bool:
         """Begin to evaluate the trainer's weights of now, as the point of step `rollout_id`.
 
         `hf_dir`: a checkpoint that holds these weights already; None: they are exported first. `force`: never left out
-        for being one too many. Returns when the trainer may go on. Raises nothing that evaluation is to blame for.
+        for being one too many. Returns when the trainer may go on, and whether it was not left out for that. Raises
+        nothing that evaluation is to blame for.
         """
         self._raise_own_failure()
         try:
             if self._skip_when_busy and not force and self._is_full:
                 self._skip(rollout_id, "busy", f"the evaluation of steps {self.in_flight} still runs")
-                return
+                return False
             while self._is_full:
                 await asyncio.wait(self._in_flight, return_when=asyncio.FIRST_COMPLETED)
             if hf_dir is not None:
                 self._start(_Begun(rollout_id, self._weights, hf_dir, self._steps_trained))
             elif (begun := await self._export_snapshot(rollout_id)) is not None:
                 self._start(begun)
+            return True
         except asyncio.CancelledError:
             self._skip(rollout_id, "stopped", "the run was stopped")
             raise

@@ -30,10 +30,16 @@ from miles.ray.rollout.engine_health import EngineHealth, HealthConfig
 from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
 from miles.ray.rollout.router import Router
-from miles.ray.rollout.train_data import convert_samples_to_train_data, flatten_and_trim, split_train_data_by_dp
+from miles.ray.rollout.train_data import (
+    args_of_last_batch,
+    convert_samples_to_train_data,
+    flatten_and_trim,
+    flatten_samples,
+    split_train_data_by_dp,
+)
 from miles.rollout._fully_async_trace import observe_groups
 from miles.rollout._submission_gate import submission_paused_from_outside
-from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
+from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles.rollout.eval_flags import eval_way
 from miles.rollout.inference_rollout.compatibility import call_rollout_function, load_rollout_function
 from miles.utils.arguments import resolve_rollout_function_paths
@@ -75,6 +81,16 @@ class GeneratedBatch:
     generation_intervals: list[Interval]  # seconds since the epoch during which a sample was being generated
     example: dict[str, Any] = field(default_factory=dict)  # prompt, response, label, reward, weight_versions of one
     group_phases: list[GroupPhase] = field(default_factory=list)  # what ended since the last batch, for the trace
+    samples_cut_off: int = 0  # at its end
+
+
+@dataclass(frozen=True)
+class DataEnd:
+    """There is no batch any more."""
+
+    reason: str
+    samples_left_out: int = 0
+    """They were too few for a training step; they stay in the rollout's state."""
 
 
 class RolloutManager:
@@ -117,6 +133,12 @@ class RolloutManager:
         """Whole batches in one pass over the prompts."""
         return int(len(self._data_source.dataset) // self._args.rollout_batch_size)
 
+    async def get_num_rollout(self, num_epoch: int) -> int:
+        """So many times the whole batches in one pass; where a pass has fewer prompts than a batch, the whole batches
+        in all of them, and at least one."""
+        prompts, batch = len(self._data_source.dataset), self._args.rollout_batch_size
+        return int(prompts // batch * num_epoch or max(1, prompts * num_epoch // batch))
+
     async def engines(self) -> FleetView:
         """The engines as they are now, and what has happened since the last view."""
         return self._fleet.view()
@@ -145,18 +167,28 @@ class RolloutManager:
         """The trainer's step on this batch has failed: its groups are not trained."""
         await asyncio.to_thread(self._state.give_back, rollout_id)
 
-    async def generate(self, rollout_id: int) -> GeneratedBatch:
-        """One training batch. Raises what the rollout function raised."""
+    async def generate(self, rollout_id: int) -> GeneratedBatch | DataEnd:
+        """One training batch, if the data has not ended. Raises what the rollout function raised."""
         async with self._turns.of(self._rollout_fn):
             return await asyncio.to_thread(self._generate, rollout_id)
 
-    def _generate(self, rollout_id: int) -> GeneratedBatch:
+    def _generate(self, rollout_id: int) -> GeneratedBatch | DataEnd:
         start = time.monotonic()
         self._state.before_generate(rollout_id)
         rollout_input = RolloutFnTrainInput(rollout_id, weight_version=self._weight_version)
-        output = call_rollout_function(self._rollout_fn, rollout_input)
+        try:
+            output = call_rollout_function(self._rollout_fn, rollout_input)
+        except EndOfData as end:
+            return DataEnd(str(end))
         rollout_time = time.monotonic() - start
-        samples, num_trimmed = flatten_and_trim(self._args, output.samples, dp_size=self._dp_size)
+        args = self._args
+        if output.is_last:
+            num_samples = sum(1 for _ in flatten_samples(output.samples))
+            of_last_batch = args_of_last_batch(args, num_samples, self._dp_size)
+            if of_last_batch is None:
+                return self._leave_out(rollout_id, num_samples)
+            args = of_last_batch
+        samples, num_trimmed = flatten_and_trim(args, output.samples, dp_size=self._dp_size)
         data = convert_samples_to_train_data(self._args, samples)
         metrics = {**(output.metrics or {}), "perf/rollout_time": rollout_time}
         if not (self._log_rollout and self._log_rollout(rollout_id, self._args, samples, metrics, rollout_time)):
@@ -167,7 +199,7 @@ class RolloutManager:
                 rollout_time=rollout_time,
                 num_trimmed=num_trimmed,
             )
-        shards = split_train_data_by_dp(self._args, data, self._dp_size)
+        shards = split_train_data_by_dp(args, data, self._dp_size)
         return GeneratedBatch(
             data_ref=[Box(ray.put(shard)) for shard in shards],
             sample_indices=[sample.index for sample in samples],
@@ -175,6 +207,15 @@ class RolloutManager:
             generation_intervals=self._drain_generation_intervals(),
             example=_example(samples),
             group_phases=self._take_group_phases(),
+            samples_cut_off=num_trimmed,
+        )
+
+    def _leave_out(self, rollout_id: int, num_samples: int) -> DataEnd:
+        """The data has ended, and what is left of it makes no step: it stays where it is saved."""
+        self._state.give_back(rollout_id)
+        return DataEnd(
+            f"the last {num_samples} samples are fewer than the {self._dp_size} trainer ranks, and are left out",
+            samples_left_out=num_samples,
         )
 
     async def take_group_phases(self) -> list[GroupPhase]:

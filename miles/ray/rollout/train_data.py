@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = [
+    "args_of_last_batch",
     "convert_samples_to_train_data",
     "flatten_and_trim",
     "flatten_samples",
@@ -82,6 +83,21 @@ def flatten_and_trim(args: Namespace, groups: Any, *, dp_size: int = 1) -> tuple
         rule = f"the data-parallel size {dp_size}" if dynamic else f"--global-batch-size {unit}"
         raise ValueError(f"the rollout has {len(samples)} samples, fewer than {rule}: no training step is possible")
     return samples[:kept], len(samples) - kept
+
+
+def args_of_last_batch(args: Namespace, num_samples: int, dp_size: int) -> Namespace | None:
+    """The flags with which the last batch of the data, which is short, is cut: None where it is too small for any step.
+
+    All of it becomes the fewest steps of equal size that are no larger than the global batch size; what does not divide
+    over the ranks is cut off. With 28 samples, --global-batch-size 16 and 4 ranks: two steps of 12 samples, 4 cut off.
+    """
+    if getattr(args, "use_dynamic_global_batch_size", False):
+        step = num_samples // dp_size * dp_size
+    else:
+        step = num_samples // math.ceil(num_samples / global_batch_size(args)) // dp_size * dp_size
+    if step == 0:
+        return None
+    return type(args)(**{**vars(args), "global_batch_size": step, "disable_rollout_trim_samples": False})
 
 
 def convert_samples_to_train_data(args: Namespace, samples: list[Sample]) -> TrainData:

@@ -6,7 +6,8 @@
          +------------ given back ----+-- finished beyond the batch, or aborted by an engine
 
 While kept + running groups are fewer than the batch, `over_sampling_batch_size` more are submitted. A task that raises
-fails the step with its own error, after everything else has been settled.
+fails the step with its own error, after everything else has been settled. Where the data source has no more groups,
+those that were aborted start again, and the batch is what has been kept in the end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
-from miles.rollout.base_types import RolloutFnTrainOutput
+from miles.rollout.base_types import EndOfData, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import MetricGatherer, acall_dynamic_filter
 from miles.rollout.inference_rollout.compatibility import shorten
 from miles.rollout.inference_rollout.engine_aborts import get_worker_urls
@@ -86,27 +87,38 @@ class _BatchCollection:
         try:
             while len(self._kept) < self._target:
                 self._submit()
+                if not self._prompts:
+                    break
                 await self._sort_out(await _first_done(self._prompts))
             self._unused += await self._abort_rest()
         finally:
             await cancel_and_settle(list(self._prompts))
             self.state.reset()
+        if not self._kept:
+            raise EndOfData("the data source returned no groups, and none is left")
+        is_last = len(self._kept) < self._target
         data = sorted(self._kept, key=_first_index)
         if self._sample_filter is not None:
             with UserCode("sample filter", self._sample_filter, f"the batch of rollout {self.rollout_id}"):
                 await call_user(self._sample_filter, self.args, data)
         if self._all_samples_process is not None:
             self._all_samples_process(self.args, sorted(self._finished, key=_first_index), self._get_samples)
-        return RolloutFnTrainOutput(samples=data, metrics=self._metrics.collect()), self._unused  # type: ignore[arg-type]
+        output = RolloutFnTrainOutput(samples=data, metrics=self._metrics.collect(), is_last=is_last)  # type: ignore[arg-type]
+        return output, self._unused
 
     def _submit(self) -> None:
+        """Start what the batch still lacks, as far as the data goes."""
         while len(self._kept) + len(self._prompts) < self._target:
             groups = self._get_samples(self._fetch)
-            if not isinstance(groups, list) or not groups:
+            if not isinstance(groups, list):
                 raise ValueError(
                     f"rollout {self.rollout_id}: the data source was asked for {self._fetch} groups and returned "
                     f"{shorten(groups)}; {len(self._kept)} of {self._target} groups are there"
                 )
+            if not groups:
+                groups, self._unused = self._unused, []
+            if not groups:
+                return
             self._prompts.update(zip(submit_generate_tasks(self.state, groups), groups, strict=True))
 
     async def _sort_out(self, done: set[asyncio.Task[Any]]) -> None:

@@ -39,6 +39,12 @@ class FinishedRun:
         records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         return [record for record in records if "eval/weight_version" in record]
 
+    def records(self, key: str) -> list[dict[str, Any]]:
+        """The records that have this key; none where nothing was logged."""
+        path = self.run_dir / "metrics.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [record for record in records if key in record]
+
     def sum_of(self, metric: str) -> float:
         return sum(step[metric] for step in self.steps())
 
@@ -147,9 +153,14 @@ class Launcher:
         self._count = 0
 
     def start(self, *flags: str, driver: str = "train_async.py", fully_async: bool = True) -> RunningRun:
+        mode = ["--fully-async"] if fully_async else []
+        return self.start_as(lambda runs_dir: [*mode, *self.flags(runs_dir), *flags], driver=driver)
+
+    def start_as(self, flags_of: Callable[[Path], list[str]], *, driver: str = "train_async.py") -> RunningRun:
+        """Start a run with flags of its own: `flags_of(directory for the run's directory)`."""
         self._count += 1
         runs_dir = self.root / f"runs-{self._count}"
-        command = [sys.executable, driver, *(["--fully-async"] if fully_async else []), *self.flags(runs_dir), *flags]
+        command = [sys.executable, driver, *flags_of(runs_dir)]
         environment = {**os.environ, "MILES_EXPERIMENTAL_ROLLOUT_REFACTOR": "1", "PYTHONPATH": str(REPOSITORY)}
         process = subprocess.Popen(
             command,

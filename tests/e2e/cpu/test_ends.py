@@ -125,6 +125,55 @@ def test_nothing_at_all_outlives_a_killed_driver_for_long(killed: Killed) -> Non
     assert killed.run.survivors(max(1.0, killed.at + AGENTS_GONE_SECS - time.monotonic())) == []
 
 
+# ---- ends without any failure
+
+
+def one_epoch(launcher: Launcher, prompts: int) -> tuple[str, ...]:
+    """A data source of one's own that ends, long before the last step."""
+    source = "tests.e2e.cpu.resume_plugins.OneEpoch"
+    return ("--data-source-path", source, "--prompt-data", f"{launcher.data}/train.jsonl@[0:{prompts}]", *FOREVER)
+
+
+def test_the_end_of_the_data_ends_a_fully_async_run_well_and_nothing_is_left_to_resume(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    flags = (*one_epoch(launcher, 10), "--save", str(tmp_path / "set"), *SAVE_LAST)
+    evaluation = ("--eval-prompt-data", "held_out", f"{launcher.data}/eval.jsonl@[0:4]", "--eval-interval", "1000")
+    run = launcher.run(*flags, *evaluation, "--skip-eval-before-train")
+    steps = run.steps()
+    assert [step["rollout/num_samples"] for step in steps] == [16, 16, 8]
+    assert sum(step["rollout/fully_async/groups_pulled"] for step in steps) == 10
+    assert steps[-1]["train/step"] == 3 and steps[-1]["train/loss"] is not None
+    assert run.output.count("the data ended after 3 steps (") == 1, run.output
+    assert [record["step"] for record in run.records("eval/held_out")] == [2]
+    assert [record["end/samples_left_out"] for record in run.records("end/samples_left_out")] == [0]
+    newest = newest_readable(tmp_path / "set")
+    assert newest is not None and newest.name == "iter_0000002"
+
+    resumed = launcher.run(*flags, "--load", str(tmp_path / "set"))
+    assert "nothing left to do: the data ended after 3 steps" in resumed.output, resumed.output
+    assert newest_readable(tmp_path / "set") == newest
+
+
+@pytest.mark.parametrize("driver", ["train.py", "train_async.py"])
+def test_the_end_of_the_data_ends_the_other_drivers_too(launcher: Launcher, driver: str, tmp_path: Path) -> None:
+    flags = (*one_epoch(launcher, 7), "--save", str(tmp_path / "set"), *SAVE_LAST)
+    run = launcher.run(*flags, driver=driver, fully_async=False)
+    assert [step["rollout/num_samples"] for step in run.steps()] == [16, 12]
+    assert run.output.count("the data ended after 2 steps (") == 1, run.output
+    newest = newest_readable(tmp_path / "set")
+    assert newest is not None and newest.name == "iter_0000001"
+
+
+def test_an_epoch_with_fewer_prompts_than_a_batch_and_the_end_of_the_run(launcher: Launcher, tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path / "set"), *SAVE_LAST)
+    flags = ("--prompt-data", f"{launcher.data}/train.jsonl@[0:3]", *save)
+    run = launcher.run(*flags)
+    assert [step["rollout/num_samples"] for step in run.steps()] == [16, 16, 16]
+    resumed = launcher.run(*flags, "--load", str(tmp_path / "set"))
+    assert "there was nothing to train on" in resumed.output and not resumed.records("train/loss")
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)

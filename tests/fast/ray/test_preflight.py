@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,16 @@ def test_a_directory_that_can_be_made_is_fine_and_none_is_made(tmp_path: Path) -
 def test_a_directory_that_cannot_be_made_is_named_with_its_flag(path: str) -> None:
     with pytest.raises(ValueError, match=f"--save {path}: nothing can be written to /"):
         preflight.check_writable("--save", Path(path))
+
+
+def test_relative_paths_are_refused_where_the_run_joins_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = Namespace(hf_checkpoint="/models/m", ref_load=None, runs_dir="runs", save="out", load=None, save_hf=None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    preflight.check_cluster_paths(args)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ValueError, match="--runs-dir runs is a relative path") as error:
+        preflight.check_cluster_paths(args)
+    assert str(Path.cwd() / "runs") in str(error.value)
+    assert "--save out is a relative path" in str(error.value)
+    args.runs_dir, args.save = "/shared/runs", "/shared/out"
+    preflight.check_cluster_paths(args)

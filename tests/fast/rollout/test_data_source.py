@@ -296,3 +296,25 @@ def test_a_save_from_another_thread_sees_no_half_taken_groups(tmp_path):
     stop.set()
     thread.join()
     assert all(s["sample_index"] == 2 * s["sample_group_index"] for s in states)
+
+
+# Fresh groups past the buffer
+
+
+@pytest.mark.parametrize("cls", [RolloutDataSource, RolloutDataSourceWithBuffer])
+def test_fresh_groups_are_numbered_on_and_pass_the_buffer_by(tmp_path, cls):
+    source = cls(flags(tmp_path))
+    first, *_ = source.get_samples(2)
+    if cls is RolloutDataSourceWithBuffer:
+        source.add_samples([first])
+    assert prompts(source.get_fresh_samples(4)) == ["2", "3", "4", "0"]
+    assert (source.epoch_id, source.sample_offset, source.sample_group_index) == (1, 1, 6)
+    if cls is RolloutDataSourceWithBuffer:
+        assert source.get_samples(1) == [first]
+
+
+def test_an_epoch_with_fewer_prompts_than_a_batch_goes_on_in_the_next_one(tmp_path):
+    source = RolloutDataSource(flags(tmp_path, n=3, rollout_shuffle=True))
+    taken = prompts(source.get_samples(8))
+    assert [sorted(taken[:3]), sorted(taken[3:6])] == [["0", "1", "2"]] * 2
+    assert len(taken) == 8 and source.epoch_id == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import miles.rollout.fully_async_rollout as module
 from miles.rollout._fully_async_errors import NoProgress, NothingGetsThrough
 from miles.rollout._fully_async_ledger import LedgerError
+from miles.rollout.data_source import RolloutDataSourceWithBuffer
 from miles.utils.types import Sample
 from tests.fast.fakes import (
     FakeDataSource,
@@ -383,3 +385,55 @@ async def test_close_at_the_end_of_the_run_with_everything_open(monkeypatch):
         fn.ledger.check()
         assert fn.acknowledge(0) == 2
     assert prompt_group(0)
+
+
+# ---- retried and fresh groups, through the real data source
+
+
+class Numbered(RolloutDataSourceWithBuffer):
+    """The real one, without a prompt file. Notes what it hands out."""
+
+    def __init__(self, n_samples_per_prompt: int = 2) -> None:
+        super().__init__(Namespace(n_samples_per_prompt=n_samples_per_prompt, rollout_global_dataset=False))
+
+
+async def always_aborted(state: Any, group: list[Sample], **_: Any) -> list[Sample]:
+    await asyncio.sleep(1)
+    return answer(group, status=ABORTED if group[0].group_index < 4 else Sample.Status.COMPLETED)
+
+
+@virtual
+async def test_groups_that_fail_for_ever_do_not_keep_fresh_ones_waiting(monkeypatch):
+    async with running(
+        monkeypatch, always_aborted, Numbered(), rollout_batch_size=4, async_max_group_retries=1_000_000
+    ) as fn:
+        for step in range(5):
+            output = await fn(train(step))
+            assert group_indexes(output.samples) == list(range(4 + 4 * step, 8 + 4 * step))
+        assert asyncio.get_running_loop().time() < 15  # two seconds a batch: every other place is a fresh group's
+        assert fn.ledger.recycled > 15
+
+
+class EndsEarly(Numbered):
+    """Replaces where the data ends, and nothing else."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return super().get_samples(num_samples if self.buffer or self.sample_group_index < 6 else 0)
+
+
+@virtual
+async def test_a_source_that_replaces_only_get_samples_is_asked_for_nothing_else(monkeypatch):
+    async with running(monkeypatch, always_aborted, EndsEarly(), rollout_batch_size=4, async_max_group_retries=3) as fn:
+        assert group_indexes((await fn(train())).samples) == [4, 5]
+        with pytest.raises(module.EndOfData):
+            await fn(train(1))
+
+
+@pytest.mark.parametrize("returned", [None, (1,)])
+@virtual
+async def test_a_data_source_that_returns_no_list_is_named(monkeypatch, returned):
+    source = FakeDataSource()
+    source.get_samples = lambda n: returned  # type: ignore[method-assign]
+    async with running(monkeypatch, data_source=source) as fn:
+        with pytest.raises(TypeError, match=r"FakeDataSource.get_samples\(1\) returned .*expected a list"):
+            await fn(train())

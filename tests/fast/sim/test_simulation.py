@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+import miles.rollout.fully_async_rollout as heart
 from miles.sim.__main__ import TRACE_LINES_OF_A_FAILURE, describe, main
 from miles.sim.coverage import CONSEQUENCES, Coverage
 from miles.sim.schedule import FaultKind, Schedule
 from miles.sim.shrink import minimal
 from miles.sim.simulation import SimulationFailed, simulate
+from miles.utils.misc import function_registry
+from miles.utils.user_calls import _replaced
 from tests.fast.sim.mutations import eval_forgets_to_resume
 
 SEEDS, BLOCK = 2000, 250
@@ -97,6 +100,15 @@ def test_without_faults_nothing_goes_wrong():
     report = simulate(Schedule(steps=6))
     assert not report.fired
     assert not any(report.trace.met(name) for name in CONSEQUENCES if name != "save")
+
+
+def test_a_failed_run_leaves_the_rollout_module_as_it_was(monkeypatch):
+    before = {name: getattr(heart, name) for name in ("get", "OUTPUT_QUEUE_MAX_GROUPS", "generate_and_rm_group")}
+    eval_forgets_to_resume(monkeypatch)
+    next(_failures())
+    assert {name: getattr(heart, name) for name in before} == before
+    assert function_registry.get("simulated_generate") is None
+    assert _replaced.get() is None
 
 
 @pytest.mark.timeout(120)

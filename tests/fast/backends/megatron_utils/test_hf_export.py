@@ -30,7 +30,7 @@ def test_export_after_training_loads_in_transformers(
     trainer.export_hf(str(tmp_path / "out"))
     shard = make_shard(seed=1)
     theirs = hugging_face_log_probs(tmp_path / "out", shard, temperature=1.0)
-    ours = trainer._log_probs(trainer._model, batch_from_shard(shard, torch.device("cpu")))
+    ours = trainer._log_probs(trainer._stages, batch_from_shard(shard, torch.device("cpu")))
     assert max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) < 1e-4
     before = hugging_face_log_probs(checkpoints[name], shard, temperature=1.0)
     assert max((a - b).abs().max().item() for a, b in zip(before, theirs, strict=True)) > 1e-3

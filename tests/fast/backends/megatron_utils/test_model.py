@@ -37,7 +37,7 @@ def test_log_probs_equal_hugging_face(name: str, checkpoints: dict[str, Path], t
     shard = make_shard(seed=1)
     trainer = trainer_of(make_args(checkpoints[name], rollout_temperature=0.7, micro_batch_size=3))
     batch = batch_from_shard(shard, torch.device("cpu"))
-    ours = trainer._log_probs(trainer._model, batch)
+    ours = trainer._log_probs(trainer._stages, batch)
     theirs = hugging_face_log_probs(checkpoints[name], shard, temperature=0.7)
     difference = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
     assert difference < 1e-4, difference

@@ -192,13 +192,13 @@ def test_metrics_are_the_documented_ones(checkpoints: dict[str, Path], trainer_o
 def test_a_nan_gradient_is_an_error_or_skips_the_step(checkpoints: dict[str, Path], trainer_of: TrainerOf) -> None:
     def poison(trainer: Any) -> None:
         """Put a NaN into the reduced gradients of each step."""
-        finish = trainer._model.finish_grad_sync
+        finish = trainer._stages[0].finish_grad_sync
 
         def poisoned(*args: Any, **kwargs: Any) -> None:
             finish(*args, **kwargs)
-            trainer._model.buffers[0].grad_data[0] = math.nan
+            trainer._stages[0].buffers[0].grad_data[0] = math.nan
 
-        trainer._model.finish_grad_sync = poisoned
+        trainer._stages[0].finish_grad_sync = poisoned
 
     checked = trainer_of(make_args(checkpoints["qwen3-tied"]))
     poison(checked)
@@ -233,7 +233,7 @@ def test_a_shard_that_does_not_fit_is_a_clear_error(
     ("overrides", "words"),
     [
         ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size"),
-        ({"use_distributed_optimizer": True}, "--use-distributed-optimizer"),
+        ({"use_distributed_optimizer": True, "optimizer": "sgd"}, "--use-distributed-optimizer"),
         ({"optimizer": "muon"}, "--optimizer"),
         ({"lr_warmup_iters": 10, "lr_decay_iters": 10}, "--lr-warmup-iters"),
         ({"min_lr": 1.0}, "--min-lr"),
@@ -267,7 +267,7 @@ def test_hooks_are_called_with_their_documented_arguments(
     trainer = trainer_of(args)
     trainer.train(7, make_shard(seed=0, global_batch_size=4))
     path = trainer.save(7)
-    model, optimizer, scheduler = [trainer._model], trainer._optimizer, trainer._scheduler
+    model, optimizer, scheduler = trainer._stages, trainer._optimizer, trainer._scheduler
     assert recording_hooks.calls == [
         ("init", (args,)),
         ("before_log_prob", (args, model, "")),

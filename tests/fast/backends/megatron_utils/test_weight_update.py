@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from miles.backends.megatron_utils import weight_update
+from miles.backends.megatron_utils import update_group
 from miles.backends.megatron_utils.engine_client import CacheFlushTimeoutError, EngineClient, WeightUpdateError
-from miles.backends.megatron_utils.weight_update import (
-    WeightUpdateConfig,
-    WeightUpdater,
-    buckets,
-    compare_checksums,
-)
+from miles.backends.megatron_utils.update_group import UpdateGroup
+from miles.backends.megatron_utils.weight_update import WeightUpdateConfig, WeightUpdater, compare_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-WEIGHTS = [("a", torch.ones(3)), ("b", torch.zeros(2, 2))]
+    from miles.backends.megatron_utils.wire import Piece, WireBucket
+
+
+def weights() -> Iterator[Piece]:
+    yield [("a", torch.ones(3))]
+    yield [("b", torch.zeros(2, 2))]
 
 
 class FakeEngine:
@@ -40,7 +41,8 @@ class FakeEngine:
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 payload = json.loads(self.rfile.read(length)) if length else None
-                engine.calls.append((self.path, payload))
+                if self.path != "/model_info":  # a sign of life
+                    engine.calls.append((self.path, payload))
                 queue = engine.answers.get(self.path, [])
                 status, text = (queue.pop(0) if len(queue) > 1 else queue[0]) if queue else (200, '{"success": true}')
                 self.send_response(status)
@@ -99,15 +101,15 @@ def updater_of(
         updater = WeightUpdater(config(**overrides))
         sent: list[list[str]] = []
         updater._engines = [EngineClient(fake.url, 5.0) for fake in engines]
-        updater._group = object()  # type: ignore[assignment]
+        updater._group = UpdateGroup("g", updater._engines, object(), object())  # type: ignore[arg-type]
 
-        def send(bucket: list[tuple[str, torch.Tensor]], version: int) -> None:
-            sent.append([name for name, _ in bucket])
+        def send(bucket: WireBucket, version: int) -> None:
+            sent.append(bucket.names)
             for fake in engines:
                 fake.calls.append(("/bucket", version))
 
         monkeypatch.setattr(updater, "_send", send)
-        monkeypatch.setattr(weight_update, "_abort_and_destroy", lambda group: None)
+        monkeypatch.setattr(update_group, "_abort_and_destroy", lambda group: None)
         return updater, sent
 
     return build
@@ -117,7 +119,7 @@ def test_the_bracket_is_opened_and_closed_in_order_on_every_engine(
     engines: list[FakeEngine], updater_of: Callable[..., Any]
 ) -> None:
     updater, sent = updater_of(buffer_bytes=12)
-    times = updater.update(iter(WEIGHTS), 3)
+    times = updater.update(weights(), 3)
     for fake in engines:
         assert fake.calls == [
             ("/pause_generation", {"mode": "retract"}),
@@ -134,7 +136,7 @@ def test_the_bracket_is_opened_and_closed_in_order_on_every_engine(
 
 
 def test_in_place_keeps_the_caches(engines: list[FakeEngine], updater_of: Callable[..., Any]) -> None:
-    updater_of(pause_mode="in_place")[0].update(iter(WEIGHTS), 1)
+    updater_of(pause_mode="in_place")[0].update(weights(), 1)
     assert "/flush_cache" not in engines[0].paths
     assert engines[0].calls[0] == ("/pause_generation", {"mode": "in_place"})
 
@@ -147,7 +149,7 @@ def test_an_engine_without_the_bracket_is_updated_without_it(
             path: [(404, '{"detail": "Not Found"}')] for path in ("/begin_weight_update", "/end_weight_update")
         }
     updater, sent = updater_of()
-    updater.update(iter(WEIGHTS), 1)
+    updater.update(weights(), 1)
     assert sent == [["a", "b"]] and engines[1].paths[-1] == "/continue_generation"
 
 
@@ -155,7 +157,7 @@ def test_a_flush_is_tried_again_while_requests_wind_down(
     engines: list[FakeEngine], updater_of: Callable[..., Any]
 ) -> None:
     engines[1].answers["/flush_cache"] = [(400, "Flush cache failed.\n"), (400, "Flush cache failed.\n"), (200, "ok")]
-    updater_of(flush_timeout_secs=5.0)[0].update(iter(WEIGHTS), 1)
+    updater_of(flush_timeout_secs=5.0)[0].update(weights(), 1)
     assert engines[1].paths.count("/flush_cache") == 3 and engines[0].paths.count("/flush_cache") == 1
 
 
@@ -164,7 +166,7 @@ def test_a_flush_that_never_succeeds_ends_in_a_timeout_that_names_the_engine(
 ) -> None:
     engines[1].answers["/flush_cache"] = [(400, "Flush cache failed.\n")]
     with pytest.raises(CacheFlushTimeoutError, match=r"no flush within 0\.2 s") as error:
-        updater_of()[0].update(iter(WEIGHTS), 1)
+        updater_of()[0].update(weights(), 1)
     assert error.value.engine_url == engines[1].url and isinstance(error.value, TimeoutError)
     assert [fake.paths[-1] for fake in engines] == ["/continue_generation"] * 2, "nothing stays paused"
 
@@ -176,13 +178,13 @@ def test_a_refusal_before_the_first_bucket_leaves_the_engines_running(
     engines[0].answers[endpoint] = [(400, '{"success": false, "message": "busy"}')]
     updater, sent = updater_of()
     with pytest.raises(WeightUpdateError, match="busy") as error:
-        updater.update(iter(WEIGHTS), 1)
+        updater.update(weights(), 1)
     assert (error.value.endpoint, error.value.status, error.value.engine_url) == (endpoint, 400, engines[0].url)
     assert sent == []
     for fake in engines:
         assert fake.paths[-1] == "/continue_generation"
         assert ("/end_weight_update" in fake.paths) == (endpoint == "/begin_weight_update")
-        assert fake.paths.count(endpoint) == 1, "never retried"
+        assert fake.paths.count("/pause_generation") == 1, "never retried"
 
 
 def test_a_failure_after_the_first_bucket_keeps_the_engines_paused_and_dismisses_them(
@@ -190,7 +192,7 @@ def test_a_failure_after_the_first_bucket_keeps_the_engines_paused_and_dismisses
 ) -> None:
     engines[1].answers["/end_weight_update"] = [(400, '{"success": false, "message": "no"}')]
     with pytest.raises(WeightUpdateError, match="/end_weight_update"):
-        updater_of()[0].update(iter(WEIGHTS), 1)
+        updater_of()[0].update(weights(), 1)
     for fake in engines:
         assert "/continue_generation" not in fake.paths
         assert fake.paths[-1] == "/destroy_weights_update_group"
@@ -199,7 +201,7 @@ def test_a_failure_after_the_first_bucket_keeps_the_engines_paused_and_dismisses
 def test_success_false_with_status_200_is_a_refusal(engines: list[FakeEngine], updater_of: Callable[..., Any]) -> None:
     engines[0].answers["/begin_weight_update"] = [(200, '{"success": false, "message": "half"}')]
     with pytest.raises(WeightUpdateError, match="half"):
-        updater_of()[0].update(iter(WEIGHTS), 1)
+        updater_of()[0].update(weights(), 1)
 
 
 def test_a_dead_engine_is_named_at_once(engines: list[FakeEngine], updater_of: Callable[..., Any]) -> None:
@@ -207,29 +209,75 @@ def test_a_dead_engine_is_named_at_once(engines: list[FakeEngine], updater_of: C
     updater._engines[1] = EngineClient("http://127.0.0.1:9", 5.0)
     start = time.monotonic()
     with pytest.raises(WeightUpdateError, match=r"127\.0\.0\.1:9 gave no answer to /pause_generation") as error:
-        updater.update(iter(WEIGHTS), 1)
+        updater.update(weights(), 1)
     assert error.value.status is None and time.monotonic() - start < 5
 
 
 def test_update_before_connect_is_an_error_of_the_caller() -> None:
     with pytest.raises(RuntimeError, match="connect"):
-        WeightUpdater(config()).update(iter(WEIGHTS), 1)
+        WeightUpdater(config()).update(weights(), 1)
     with pytest.raises(ValueError, match="no engines"):
         WeightUpdater(config()).connect([])
 
 
-def test_buckets_fill_up_and_a_large_tensor_goes_alone() -> None:
-    sizes = [1, 2, 10, 1, 1, 1]
-    tensors = [(str(i), torch.zeros(n, dtype=torch.uint8)) for i, n in enumerate(sizes)]
-    assert [[n for n, _ in b] for b in buckets(tensors, 3)] == [["0", "1"], ["2"], ["3", "4", "5"]]
-    assert list(buckets([], 3)) == []
+def test_the_pause_begins_when_the_first_bucket_is_ready(
+    engines: list[FakeEngine], updater_of: Callable[..., Any]
+) -> None:
+    seen: list[list[str]] = []
+
+    def gathering() -> Iterator[Piece]:
+        for piece in weights():
+            seen.append(engines[0].paths)
+            yield piece
+
+    updater_of(buffer_bytes=12)[0].update(gathering(), 1)
+    assert seen[0] == []
+
+
+def test_the_next_bucket_is_prepared_while_the_last_one_is_sent(
+    updater_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered_next = threading.Event()
+
+    def gathering() -> Iterator[Piece]:
+        first, second = weights()
+        yield first
+        gathered_next.set()
+        yield second
+
+    updater, _ = updater_of(buffer_bytes=12)
+    overlapped: list[bool] = []
+    monkeypatch.setattr(updater, "_send", lambda bucket, version: overlapped.append(gathered_next.wait(10)))
+    updater.update(gathering(), 1)
+    assert overlapped == [True, True]
+
+
+def test_an_update_that_was_never_ended_is_ended_before_the_next_one_begins(
+    engines: list[FakeEngine], updater_of: Callable[..., Any]
+) -> None:
+    twice = (400, '{"success": false, "message": "begin_weight_update() was called twice"}')
+    engines[0].answers["/begin_weight_update"] = [twice, (200, '{"success": true}')]
+    updater_of()[0].update(weights(), 1)
+    begin, end = "/begin_weight_update", "/end_weight_update"
+    assert [path for path in engines[0].paths if path in (begin, end)] == [begin, end, begin, end]
+    assert engines[0].paths[-1] == "/continue_generation"
+
+
+def test_a_failure_of_the_gather_keeps_its_type(updater_of: Callable[..., Any]) -> None:
+    def gathering() -> Iterator[Piece]:
+        yield [("a", torch.ones(3))]
+        raise RuntimeError("a rank is gone")
+
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        updater_of(buffer_bytes=12)[0].update(gathering(), 1)
 
 
 def test_the_error_survives_a_process_boundary() -> None:
     import pickle
 
-    error = pickle.loads(pickle.dumps(WeightUpdateError("http://e", "/x", 400, "why")))
+    error = pickle.loads(pickle.dumps(WeightUpdateError("http://e", "/x", 400, "why").naming(("http://e", "http://f"))))
     assert (error.engine_url, error.endpoint, error.status, error.body) == ("http://e", "/x", 400, "why")
+    assert error.engine_urls == ("http://e", "http://f")
 
 
 @pytest.mark.parametrize(

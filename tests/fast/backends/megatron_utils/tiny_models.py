@@ -32,6 +32,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2-untied": {**_COMMON, "model_type": "qwen2", "tie_word_embeddings": False},
     "llama-untied": {**_COMMON, "model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 4},
+    "qwen3-deep-tied": {  # for pipelines; the odd vocabulary does not divide among tensor-parallel ranks
+        **_COMMON,
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 4,
+        "vocab_size": VOCAB + 1,
+    },
+    "qwen2-deep-untied": {
+        **_COMMON,
+        "model_type": "qwen2",
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+    },
+    "qwen3-moe": {
+        **_COMMON,
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "llama3-rope": {
         **_COMMON,
         "model_type": "llama",
@@ -46,18 +73,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
-_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+_ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
 
 
 def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor of such a model, written down independently of the converter."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     rows = {"q": config["num_attention_heads"] * head_dim}
     rows["k"] = rows["v"] = config["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (VOCAB, hidden)
+        shapes["lm_head.weight"] = (vocab, hidden)
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         shapes[layer + "input_layernorm.weight"] = shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
@@ -66,11 +98,16 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if config["model_type"] == "qwen2":
                 shapes[f"{layer}self_attn.{p}_proj.bias"] = (n,)
         shapes[layer + "self_attn.o_proj.weight"] = (hidden, rows["q"])
-        if config["model_type"] == "qwen3":
+        if config["model_type"].startswith("qwen3"):
             shapes[layer + "self_attn.q_norm.weight"] = shapes[layer + "self_attn.k_norm.weight"] = (head_dim,)
-        for name in ("gate_proj", "up_proj"):
-            shapes[f"{layer}mlp.{name}.weight"] = (inner, hidden)
-        shapes[layer + "mlp.down_proj.weight"] = (hidden, inner)
+        mlps = [layer + "mlp."]
+        if config["model_type"] == "qwen3_moe":
+            inner = config["moe_intermediate_size"]
+            shapes[layer + "mlp.gate.weight"] = (config["num_experts"], hidden)
+            mlps = [f"{layer}mlp.experts.{expert}." for expert in range(config["num_experts"])]
+        for mlp in mlps:
+            shapes[mlp + "gate_proj.weight"] = shapes[mlp + "up_proj.weight"] = (inner, hidden)
+            shapes[mlp + "down_proj.weight"] = (hidden, inner)
     return shapes
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.ray.rollout.train_data import (
+    args_of_last_batch,
     convert_samples_to_train_data,
     flatten_and_trim,
     global_batch_size,
@@ -54,6 +55,37 @@ def test_nested_groups_are_flattened_in_order_and_the_tail_is_cut() -> None:
 def test_what_the_samples_are_cut_to(more: dict[str, Any], dp_size: int, kept: int) -> None:
     samples, num_trimmed = flatten_and_trim(flags(**more), [[sample(i) for i in range(7)]], dp_size=dp_size)
     assert (len(samples), num_trimmed) == (kept, 7 - kept)
+
+
+@pytest.mark.parametrize(
+    ("more", "num_samples", "dp_size", "steps", "cut_off"),
+    [
+        ({"global_batch_size": 16}, 12, 1, [12], 0),
+        ({"global_batch_size": 16}, 28, 1, [14, 14], 0),
+        ({"global_batch_size": 16}, 28, 4, [12, 12], 4),
+        ({"global_batch_size": 16}, 3, 2, [2], 1),
+        ({"global_batch_size": 16}, 3, 4, None, 3),
+        ({"global_batch_size": 4}, 7, 1, [3, 3], 1),
+        ({"global_batch_size": 4, "disable_rollout_trim_samples": True}, 7, 1, [3, 3], 1),
+        ({"global_batch_size": None, "num_steps_per_rollout": 2, "rollout_batch_size": 8}, 12, 2, [6, 6], 0),
+        ({"use_dynamic_global_batch_size": True}, 7, 2, [6], 1),
+        ({"use_dynamic_global_batch_size": True}, 1, 2, None, 1),
+    ],
+)
+def test_the_last_batch_is_trained_as_far_as_it_divides_over_the_ranks(
+    more: dict[str, Any], num_samples: int, dp_size: int, steps: list[int] | None, cut_off: int
+) -> None:
+    args = flags(**more)
+    of_last = args_of_last_batch(args, num_samples, dp_size)
+    assert vars(args) == vars(flags(**more)), "the run's own flags stay"
+    if of_last is None:
+        assert steps is None
+        return
+    samples, num_trimmed = flatten_and_trim(of_last, [[sample(i)] for i in range(num_samples)], dp_size=dp_size)
+    shards = split_train_data_by_dp(of_last, convert_samples_to_train_data(flags(), samples), dp_size)
+    assert [shards[0]["global_batch_size"]] * len(steps or ()) == steps
+    assert sum(len(shard["tokens"]) for shard in shards) == sum(steps or ()) == num_samples - cut_off
+    assert num_trimmed == cut_off
 
 
 def test_nothing_left_and_foreign_objects_are_refused() -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from miles.rollout.base_types import GenerateFnOutput, RolloutFnConstructorInput, RolloutFnTrainInput
+from miles.rollout.base_types import EndOfData, GenerateFnOutput, RolloutFnConstructorInput, RolloutFnTrainInput
 from miles.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from miles.rollout.filter_hub.base_types import DynamicFilterOutput
 from miles.rollout.inference_rollout import inference_rollout_train
@@ -293,7 +293,50 @@ async def test_a_source_that_takes_nothing_back_does_not_fail_the_step(engine, r
     assert "1 unused prompt groups are dropped: Plain takes none back" in caplog.text
 
 
-@pytest.mark.parametrize("returned", [None, [], "groups"])
+class Finite(NumberedSource):
+    """Ends after `groups` groups; those that were given back come again."""
+
+    groups = 5
+
+    def get_samples(self, num_samples):
+        left = self.get_buffer_length() + self.groups - self.sample_group_index
+        return super().get_samples(min(num_samples, left))
+
+
+async def test_the_last_batch_is_what_is_left_and_the_call_after_it_says_that_the_data_has_ended(engine, register):
+    fn = rollout_fn(engine, Finite, over_sampling_batch_size=4)
+    outputs = [await fn(RolloutFnTrainInput(step)) for step in range(3)]
+    assert [(len(output.samples), output.is_last) for output in outputs] == [(2, False), (2, False), (1, True)]
+    assert sorted(index for output in outputs for index in indices(output.samples)) == [0, 1, 2, 3, 4]
+    for step in (3, 4):
+        with pytest.raises(EndOfData):
+            await fn(RolloutFnTrainInput(step))
+
+
+async def test_the_data_has_not_ended_while_an_aborted_group_may_start_again(engine, register):
+    aborts = [4, 4]
+
+    async def generate(args, sample, sampling_params):
+        unlucky = sample.group_index in aborts
+        if unlucky:
+            aborts.remove(sample.group_index)
+        sample.status = ABORTED if unlucky else COMPLETED
+        return sample
+
+    register("test:generate", generate)
+    fn = rollout_fn(engine, Finite, rollout_batch_size=8, custom_generate_function_path="test:generate")
+    output = await fn(RolloutFnTrainInput(0))
+    assert (indices(output.samples), output.is_last) == ([0, 1, 2, 3, 4], True)
+
+
+async def test_a_filter_that_wants_none_of_the_last_groups_ends_the_data(engine, register):
+    register("test:none", lambda args, group, **_: False)
+    fn = rollout_fn(engine, Finite, dynamic_sampling_filter_path="test:none")
+    with pytest.raises(EndOfData):
+        await fn(RolloutFnTrainInput(0))
+
+
+@pytest.mark.parametrize("returned", [None, "groups"])
 async def test_a_source_that_returns_no_groups_is_an_error_not_a_wait(engine, register, returned):
     fn = rollout_fn(engine)
     fn.data_source.get_samples = lambda n: returned

@@ -1,0 +1,89 @@
+"""A model split over ranks trains like the same model on one rank: real processes over gloo, one world for all layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fast.backends.megatron_utils.parallel_main import Job, run, run_world
+
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"), pytest.mark.timeout(300)]
+
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+VPP = "num_virtual_stages_per_pipeline_rank"
+DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}
+LOSS = {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0, "entropy_coef": 0.01}
+TOKENS = {"calculate_per_token_loss": True, "normalize_advantages": True, "micro_batch_size": 3}
+DENSE = {
+    "data": {},
+    "data-distributed": {"use_distributed_optimizer": True},
+    "tensor": {TP: 2},
+    "pipeline": {PP: 2},
+    "pipeline-4": {PP: 4},
+    "tensor-pipeline": {TP: 2, PP: 2, **DYNAMIC},
+    "interleaved": {PP: 2, VPP: 2, "micro_batch_size": 1},
+    "interleaved-distributed": {PP: 2, VPP: 2, "use_distributed_optimizer": True, **DYNAMIC},
+    "tensor-distributed": {TP: 2, "use_distributed_optimizer": True},
+    "recompute": {
+        TP: 2,
+        PP: 2,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+EP = "expert_model_parallel_size"
+ETP = "expert_tensor_parallel_size"
+MOE = {
+    "experts": {EP: 2},
+    "experts-distributed": {EP: 2, "use_distributed_optimizer": True},
+    "experts-tensor": {EP: 2, TP: 2, ETP: 1},
+    "tensor": {TP: 2, ETP: 2},
+    "pipeline": {PP: 2},
+    "data": {},
+}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any], where: Any, tolerance: float = 1e-5) -> None:
+    for want, got in zip(expected["metrics"], found["metrics"], strict=True):
+        assert want.keys() == got.keys(), where
+        for key in (k for k in want if not k.startswith("perf/")):
+            assert got[key] == pytest.approx(want[key], abs=tolerance), (where, key)
+    if not found["weights"]:
+        return
+    assert found["weights"].keys() == expected["weights"].keys(), where
+    for key, tensor in expected["weights"].items():
+        difference = (found["weights"][key] - tensor).abs().max().item()
+        assert difference <= tolerance, (where, key, difference)
+
+
+def test_every_layout_of_four_ranks_equals_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    losses = {"tied": LOSS, "untied": LOSS, "tokens": TOKENS}
+    models = {"tied": str(checkpoints["qwen3-deep-tied"]), "untied": str(checkpoints["qwen2-deep-untied"])}
+    models["tokens"] = models["tied"]
+    jobs = [
+        Job(f"{model} {layout}", checkpoint, {**losses[model], **flags})
+        for model, checkpoint in models.items()
+        for layout, flags in DENSE.items()
+        if model == "tied" or layout in ("data", "tensor-pipeline", "interleaved-distributed")
+    ]
+    ranks = run_world(jobs, 4, tmp_path)
+    expected = {model: run(Job(model, checkpoint, losses[model])) for model, checkpoint in models.items()}
+    for job in jobs:
+        for rank, results in enumerate(ranks):
+            assert_equal(results[job.name], expected[job.name.split()[0]], (job.name, rank))
+        assert ranks[0][job.name]["weights"], job.name
+
+
+def test_experts_on_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = str(checkpoints["qwen3-moe"])
+    jobs = [Job(layout, checkpoint, {**LOSS, **flags}) for layout, flags in MOE.items()]
+    ranks = run_world(jobs, 2, tmp_path)
+    expected = run(Job("one", checkpoint, LOSS))
+    for job in jobs:
+        for rank, results in enumerate(ranks):
+            assert_equal(results[job.name], expected, (job.name, rank))
