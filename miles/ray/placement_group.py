@@ -1,4 +1,7 @@
-"""Which resources the trainers and the engines get: one bundle per rank and per engine GPU."""
+"""Which resources the trainers and the engines get: one bundle per trainer rank, one per machine of each engine.
+
+An engine's GPUs on one machine are one bundle, so that Ray finds them together and shows its process these GPUs only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from miles.ray.cluster import num_eval_gpus, num_managers, num_trainers
+from miles.ray.cluster import num_managers, num_trainers
+from miles.ray.rollout.engine_size import EngineSize
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -21,20 +25,27 @@ _PLACEMENT_TIMEOUT_SECS = 60
 
 @dataclass(frozen=True)
 class Bundles:
-    """A run of bundles in the placement group: those of the trainers, the engines, or the evaluation engines."""
+    """A run of bundles in the placement group: those of the trainers, the engines, or the evaluation engines.
+
+    Each has `num_gpus` GPUs and as many CPUs; one CPU where the cluster has no GPUs (`num_gpus` 0).
+    """
 
     group: PlacementGroup
     offset: int
     count: int
     num_gpus: int
 
-    def actor_options(self, index: int, *, gpu_share: float) -> dict[str, Any]:
-        """Ray options that put an actor into the bundle `index` of this run."""
+    def actor_options(self, index: int, *, gpu_share: float | None = None) -> dict[str, Any]:
+        """Ray options that put an actor into the bundle `index` of this run.
+
+        `gpu_share`: the part of one GPU that the actor takes; None: all GPUs of the bundle.
+        """
         if not 0 <= index < self.count:
             raise IndexError(f"bundle {index} of {self.count}")
+        gpus = (self.num_gpus if gpu_share is None else gpu_share) if self.num_gpus else 0
         return {
-            "num_cpus": 1 if not self.num_gpus else gpu_share,
-            "num_gpus": gpu_share if self.num_gpus else 0,
+            "num_cpus": gpus or 1,
+            "num_gpus": gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self.group, placement_group_bundle_index=self.offset + index
             ),
@@ -51,34 +62,59 @@ class Placement:
 
 
 def create_placement(args: Namespace) -> Placement:
-    """Reserve the run's bundles: a GPU and a CPU each where the cluster has GPUs, else a CPU.
+    """Reserve the run's bundles: as many GPUs and CPUs as they need where the cluster has GPUs, else a CPU each.
 
     Raises ValueError at once where the cluster can never hold them, and after a minute where others hold what is
     needed.
     """
-    trainers, engines, evals = num_trainers(args), int(args.rollout_num_gpus), num_eval_gpus(args)
-    bundles, managers = trainers + engines + evals, num_managers(args)
+    trainers, engines, evals = num_trainers(args), EngineSize.from_args(args), EngineSize.of_evaluation(args)
     total = ray.cluster_resources()
-    gpus_per_bundle = 1 if total.get("GPU", 0) else 0
-    needed = {"CPU": bundles + managers, "GPU": bundles * gpus_per_bundle}
-    for resource, count in needed.items():
-        if count > total.get(resource, 0):
-            raise ValueError(
-                f"the run needs {count} {resource}s ({trainers} for training, {engines} for rollout"
-                f"{f', {evals} for evaluation' if evals else ''}"
-                f"{f', {managers} for management' if resource == 'CPU' else ''}), the Ray cluster has "
-                f"{total.get(resource, 0):g}: lower --actor-num-nodes, --actor-num-gpus-per-node, "
-                f"--rollout-num-gpus{' or --eval-num-gpus' if evals else ''}, or enlarge the cluster"
-            )
-    bundle = {"CPU": 1.0, "GPU": 1.0} if gpus_per_bundle else {"CPU": 1.0}
-    group = placement_group([bundle] * bundles, strategy="PACK")
+    has_gpus = bool(total.get("GPU", 0))
+    _check_room(args, total, trainers, engines, evals)
+    bundles = [_bundle(1, has_gpus)] * trainers
+    for size in (engines, evals):
+        bundles += [_bundle(size.gpus_per_node, has_gpus)] * size.num_bundles
+    group = placement_group(bundles, strategy="PACK")
     if not group.wait(_PLACEMENT_TIMEOUT_SECS):
         raise ValueError(
-            f"no room in the Ray cluster after {_PLACEMENT_TIMEOUT_SECS} s for {bundles} bundles of "
-            f"{bundle}: total {total}, free {ray.available_resources()}"
+            f"no room in the Ray cluster after {_PLACEMENT_TIMEOUT_SECS} s for the bundles {bundles}: "
+            f"total {total}, free {ray.available_resources()}"
         )
+    first_eval = trainers + engines.num_bundles
     return Placement(
-        trainers=Bundles(group, 0, trainers, gpus_per_bundle),
-        engines=Bundles(group, trainers, engines, gpus_per_bundle),
-        eval_engines=Bundles(group, trainers + engines, evals, gpus_per_bundle),
+        trainers=Bundles(group, 0, trainers, int(has_gpus)),
+        engines=Bundles(group, trainers, engines.num_bundles, engines.gpus_per_node * has_gpus),
+        eval_engines=Bundles(group, first_eval, evals.num_bundles, evals.gpus_per_node * has_gpus),
     )
+
+
+def _bundle(gpus: int, has_gpus: bool) -> dict[str, float]:
+    return {"CPU": float(gpus), "GPU": float(gpus)} if has_gpus else {"CPU": 1.0}
+
+
+def _check_room(
+    args: Namespace, total: dict[str, float], trainers: int, engines: EngineSize, evals: EngineSize
+) -> None:
+    """Raise ValueError where the cluster or its largest node is too small."""
+    has_gpus = bool(total.get("GPU", 0))
+    rollout, evaluation = (size.num_bundles * (size.gpus_per_node if has_gpus else 1) for size in (engines, evals))
+    managers = num_managers(args)
+    devices = trainers + rollout + evaluation
+    for resource, count in {"CPU": devices + managers, "GPU": devices * has_gpus}.items():
+        if count > total.get(resource, 0):
+            raise ValueError(
+                f"the run needs {count} {resource}s ({trainers} for training, {rollout} for rollout"
+                f"{f', {evaluation} for evaluation' if evaluation else ''}"
+                f"{f', {managers} for management' if resource == 'CPU' else ''}), the Ray cluster has "
+                f"{total.get(resource, 0):g}: lower --actor-num-nodes, --actor-num-gpus-per-node, "
+                f"--rollout-num-gpus{' or --eval-num-gpus' if evaluation else ''}, or enlarge the cluster"
+            )
+    if has_gpus:
+        largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+        wanted = max(size.gpus_per_node for size in (engines, evals) if size.count) if rollout + evaluation else 0
+        if wanted > largest:
+            raise ValueError(
+                f"an engine needs {wanted} GPUs of one node, and no node of the Ray cluster has more than {largest:g}. "
+                "Instead: --num-gpus-per-node with what a node has, so that an engine spans several, or a smaller "
+                "--rollout-num-gpus-per-engine or --eval-num-gpus-per-engine"
+            )

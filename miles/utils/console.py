@@ -68,10 +68,6 @@ class StepConsole:
                 bar_format="{percentage:3.0f}% |{bar}| step {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left",
             )
 
-    def note(self, text: str) -> None:
-        """A line between the steps."""
-        self._write(text)
-
     def step(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """One line for the finished step `rollout_id`, and now and then one that names its bottleneck."""
         line = step_line(rollout_id, self._total, metrics)

@@ -191,11 +191,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "every run starts its own engines and places them itself",
-        "--rollout-num-gpus; an existing router can be used with --sglang-router-ip and --sglang-router-port",
+        "Ray places the run's processes, and all engines are alike",
+        "--rollout-num-gpus, --rollout-num-gpus-per-engine and the --sglang-* flags",
         (
-            switch("--rollout-external"),
-            values("--rollout-external-engine-addrs"),
             switch("--pin-rollout-manager-to-head"),
             value("--sglang-config"),
         ),
@@ -218,7 +216,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "miles sets this for each server itself",
+        "miles sets this for each server itself (models with code of their own are never trusted)",
         "--hf-checkpoint, --rollout-seed, --rollout-num-gpus-per-engine and --sglang-router-ip/-port",
         tuple(
             values(f"--sglang-{name}")

@@ -17,12 +17,6 @@ def _only(*allowed: Any) -> Callable[[Any], bool]:
 _NOT_SPLIT = "the trainer does not split a model over ranks yet"
 _USE_DATA_PARALLEL = "1; --actor-num-gpus-per-node sets the number of data-parallel ranks"
 REFUSED_VALUES: tuple[RefusedValue, ...] = (
-    RefusedValue(
-        "--rollout-engine",
-        _only(None, "embedded"),
-        "SGLang servers are not available in this release",
-        "--rollout-engine embedded",
-    ),
     RefusedValue("--train-backend", _only("megatron"), "FSDP is not available", "--train-backend megatron"),
     RefusedValue(
         "--advantage-estimator",

@@ -43,8 +43,8 @@ class Registry(Protocol):
     async def add_engines(self, urls: list[str]) -> None:
         """Returns when the router sends them requests."""
 
-    async def remove_engine(self, url: str) -> None:
-        """No further request goes there. Nothing where it does not know the engine."""
+    async def remove_engines(self, urls: list[str]) -> None:
+        """Returns when no further request goes there. One that it does not know is no error."""
 
 
 class Health(Protocol):
@@ -257,7 +257,7 @@ class EngineFleet:
     async def _unregister(self, ref: EngineRef) -> None:
         try:
             async with asyncio.timeout(_UNREGISTER_SECS):
-                await self._router.remove_engine(ref.url)
+                await self._router.remove_engines([ref.url])
         except Exception as error:  # a router that is gone ends the run by itself
             logger.warning("%s was not taken out of the router: %r", ref.url, error)
 

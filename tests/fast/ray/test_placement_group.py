@@ -26,6 +26,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The resources of the cluster; a test changes them."""
     resources: dict[str, float] = {"CPU": 8.0}
     monkeypatch.setattr("miles.ray.placement_group.ray.cluster_resources", lambda: resources)
+    monkeypatch.setattr(
+        "miles.ray.placement_group.ray.nodes", lambda: [{"Alive": True, "Resources": {"GPU": resources.get("GPU", 0)}}]
+    )
     monkeypatch.setattr("miles.ray.placement_group.ray.available_resources", lambda: {"CPU": 0.0})
     return resources
 
@@ -69,6 +72,40 @@ def test_a_cluster_with_gpus_gives_one_to_each(cluster: dict[str, float], reques
     cluster["GPU"] = 5
     create_placement(args())
     assert requested == [{"CPU": 1.0, "GPU": 1.0}] * 5
+
+
+def test_the_gpus_of_an_engine_on_one_node_are_one_bundle(
+    cluster: dict[str, float], requested: list[dict[str, float]]
+) -> None:
+    cluster |= {"GPU": 10, "CPU": 11}
+    flags = args(engines=8)
+    flags.rollout_num_gpus_per_engine, flags.num_gpus_per_node = 4, 2
+    placement = create_placement(flags)
+    assert requested == [{"CPU": 1.0, "GPU": 1.0}] * 2 + [{"CPU": 2.0, "GPU": 2.0}] * 4
+    assert (placement.engines.offset, placement.engines.count, placement.engines.num_gpus) == (2, 4, 2)
+    options = placement.engines.actor_options(3)
+    assert (options["num_gpus"], options["num_cpus"]) == (2, 2)
+    assert options["scheduling_strategy"].placement_group_bundle_index == 5
+
+
+def test_an_engine_larger_than_every_node_is_an_error_at_once(
+    cluster: dict[str, float], requested: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster |= {"GPU": 16, "CPU": 32}
+    nodes = [{"Alive": True, "Resources": {"GPU": 4.0}}] * 4
+    monkeypatch.setattr("miles.ray.placement_group.ray.nodes", lambda: nodes)
+    flags = args(engines=8)
+    flags.rollout_num_gpus_per_engine = 8
+    with pytest.raises(ValueError, match=r"needs 8 GPUs of one node, and no node .* has more than 4.*--num-gpus-per"):
+        create_placement(flags)
+    assert requested == []
+
+
+def test_external_engines_take_no_place(cluster: dict[str, float], requested: list[dict[str, float]]) -> None:
+    flags = args()
+    flags.rollout_external = True
+    assert create_placement(flags).engines.count == 0
+    assert len(requested) == 2
 
 
 @pytest.mark.parametrize(

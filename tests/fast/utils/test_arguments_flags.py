@@ -167,6 +167,7 @@ SAMPLES = {
     "--expert-tensor-parallel-size": "1",
     "--actor-num-nodes": "1",
     "--rollout-num-gpus-per-engine": "1",
+    "--rollout-external-engine-addrs": "127.0.0.1:30000",
     "--hidden-dropout": "0.0",
     "--attention-dropout": "0.0",
     "--num-layers": "2",
@@ -190,6 +191,8 @@ COMPANIONS = {
     "--mask-offpolicy-in-partial-rollout": ("--partial-rollout",),
     "--advantage-estimator": ("--normalize-advantages",),
     "--rollout-max-prompt-len": ("--rollout-max-context-len", "64"),
+    "--rollout-external": ("--rollout-external-engine-addrs", "127.0.0.1:30000"),
+    "--rollout-external-engine-addrs": ("--rollout-external",),
 }
 NEEDS_MORE = {
     "--use-wandb": "the package wandb",

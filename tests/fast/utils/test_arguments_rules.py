@@ -277,41 +277,6 @@ def test_a_command_line_without_idle_values_warns_of_nothing(
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(
-    ("cuda", "sglang", "message"),
-    [
-        (False, False, "there is no CUDA device here. Instead: --rollout-engine embedded"),
-        (False, True, "there is no CUDA device here. Instead: --rollout-engine embedded"),
-        (True, False, "there is no sglang here. Instead: --rollout-engine embedded"),
-        (True, True, "--rollout-engine sglang is not available: SGLang servers are not available in this release"),
-    ],
-)
-def test_the_default_engine_is_sglang_where_it_can_run(
-    cuda: bool, sglang: bool, message: str, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("miles.utils.arguments.cuda_device_present", lambda: cuda)
-    monkeypatch.setattr("miles.utils.arguments.sglang_installed", lambda: sglang)
-    with pytest.raises(ValueError) as error:
-        command_line.parse(without=("--rollout-engine",))
-    assert message in str(error.value)
-
-
-def test_sglang_is_refused_with_a_pointer(command_line: CommandLine):
-    with pytest.raises(ValueError, match=r"--rollout-engine sglang is not available.*--rollout-engine embedded"):
-        command_line.parse("--rollout-engine", "sglang")
-
-
-def test_with_sglang_in_place_needs_the_prefix_cache_off(command_line: CommandLine):
-    from miles.backends.sglang_utils.flags import validate
-
-    args = command_line.parse("--pause-generation-mode", "in_place")
-    args.rollout_engine = "sglang"
-    with pytest.raises(ValueError, match=r"in_place .* needs --sglang-disable-radix-cache"):
-        validate(args)
-    args.sglang_disable_radix_cache = True
-    validate(args)
-
-
 def test_devices_follow_the_machine(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="--embedded-device cuda: this machine has no CUDA device"):
         command_line.parse("--embedded-device", "cuda")
