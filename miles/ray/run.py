@@ -265,8 +265,8 @@ class Run:
         self._example = batch.example
         async with self._span("training", "perf/train_time", rollout_id):
             self._metrics |= await self._supervisor.wait(self._steps.train(rollout_id, batch.data_ref))
-        self._weights.on_trained()
         self._samples_cut_off = batch.samples_cut_off
+        self._weights.on_trained()
         if self._evals is not None:
             self._evals.on_trained()
 
