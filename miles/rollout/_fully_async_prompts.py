@@ -40,16 +40,17 @@ class PromptSupply:
         """One prompt group, None where the data has ended. Raises RuntimeError for a data source that returns more."""
         if self._reissue:
             return self._reissue.popleft()
-        fresh = self._get_fresh if self._fresh_is_next else None
-        groups = (fresh or self._data_source.get_samples)(1)
-        if fresh is not None and not groups:
+        groups = self._get_fresh(1) if self._fresh_is_next and self._get_fresh is not None else None
+        if not groups:
             groups = self._data_source.get_samples(1)
         if not isinstance(groups, list):
             raise TypeError(f"{type(self._data_source).__name__}.get_samples(1) returned {groups!r}, expected a list")
         if len(groups) == 1:
+            group: PromptGroup = groups[0]
             self.ended = False
-            self._fresh_is_next = retries_of(groups[0]) > 0
-            return groups[0]
+            if self._get_fresh is not None:
+                self._fresh_is_next = retries_of(group) > 0
+            return group
         if groups:
             raise RuntimeError(
                 f"{type(self._data_source).__name__}.get_samples(1) returned {len(groups)} groups; fully-async rollout "
