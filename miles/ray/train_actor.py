@@ -59,9 +59,9 @@ class TrainActor:
     def connect_engines(self, engine_urls: list[str]) -> None:
         self._trainer.connect_engines(engine_urls)
 
-    def update_weights(self) -> tuple[int, dict[str, float]]:
-        """Send the weights to the engines; returns the new weight version and metrics."""
-        metrics = self._trainer.update_weights()
+    def update_weights(self, again: bool = False) -> tuple[int, dict[str, float]]:
+        """Send the weights to the engines as a new version, or `again` as the last one; returns version and metrics."""
+        metrics = self._trainer.update_weights(again=again)
         return self._trainer.weight_version, metrics
 
     def weight_checksums(self) -> dict[str, str]:

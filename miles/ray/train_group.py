@@ -52,9 +52,10 @@ class TrainGroup:
         metrics: dict[str, float] = (await self._call("train", rollout_id, data_ref))[0]
         return metrics
 
-    async def update_weights(self) -> tuple[int, dict[str, float]]:
-        """Send the weights to every engine; returns the new weight version and metrics."""
-        version, metrics = (await self._call("update_weights"))[0]
+    async def update_weights(self, *, again: bool = False) -> tuple[int, dict[str, float]]:
+        """Send the weights to every connected engine as a new version, or `again` as the last one; returns version and
+        metrics."""
+        version, metrics = (await self._call("update_weights", again))[0]
         return version, metrics
 
     async def save_model(self, rollout_id: int, rollout_state: str) -> None:

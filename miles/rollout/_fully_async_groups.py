@@ -24,7 +24,8 @@ _NESTED = (list, tuple)
 _BYTES_PER_SAMPLE = 2048  # the object, its dictionary and its small fields
 _BYTES_PER_PROMPT_TOKEN = 48  # an int object, the pointer to it, and its text
 _BYTES_PER_RESPONSE_TOKEN = 80  # the same, and a float object with its pointer
-_ABORTED = Sample.Status.ABORTED
+_COMPLETED, _TRUNCATED = Sample.Status.COMPLETED, Sample.Status.TRUNCATED
+_NO_ANSWER = (Sample.Status.ABORTED, Sample.Status.FAILED)
 
 
 def _iter_samples(group: Sequence[object]) -> Iterator[Sample]:
@@ -69,7 +70,9 @@ def take_stock(key: GroupKey, group: Group) -> None:
     try:
         _tally(key, group)
     except AttributeError:  # a member that is a list
-        _tally(key, samples_of(group))
+        samples = samples_of(group)
+        _require_samples(key.prompt_group, samples)
+        _tally(key, samples)
     key.group = group
 
 
@@ -83,7 +86,8 @@ def _tally(key: GroupKey, samples: Sequence[Any]) -> None:
     tokens = 0
     for sample in samples:
         tokens += sample.response_length
-        if sample.status is _ABORTED:
+        status = sample.status
+        if status is not _COMPLETED and status is not _TRUNCATED and _has_no_answer(sample):
             aborted = True
         if sample.weight_versions != labels:  # siblings mostly have the same
             mixed = True
@@ -101,6 +105,22 @@ def _tally(key: GroupKey, samples: Sequence[Any]) -> None:
     key.size_bytes = each * number + _BYTES_PER_RESPONSE_TOKEN * tokens
 
 
+def _has_no_answer(sample: Sample) -> bool:
+    """Raises TypeError for a status that is none."""
+    if isinstance(sample.status, str):
+        raise TypeError(
+            f"sample {sample.index} of group {sample.group_index} came back with the text {sample.status!r} as its "
+            "status: a generate function must set a Sample.Status"
+        )
+    return sample.status in _NO_ANSWER
+
+
+def _require_samples(prompt_group: PromptGroup, samples: Sequence[Any]) -> None:
+    for sample in samples:
+        if sample is None or isinstance(sample, str | int | float | dict):
+            raise TypeError(f"generating {describe(prompt_group)} returned {sample!r} in the place of a sample")
+
+
 def describe(prompt_group: PromptGroup) -> str:
     """The prompt group's name in messages and task names: `group 3 (samples 24..31)`."""
     if not prompt_group:
@@ -115,16 +135,6 @@ def require_members(prompt_group: PromptGroup, group: Group, expected: int) -> N
         raise ValueError(
             f"{describe(prompt_group)} has {len(group)} members, --n-samples-per-prompt is {expected}: a generate "
             "function or the data source returned another number"
-        )
-
-
-def require_shape(batch: Sequence[Group], expected: list[int]) -> None:
-    """Raise ValueError where a sample filter has not left `expected` members in each group."""
-    if [len(group) for group in batch] != expected:
-        raise ValueError(
-            f"--rollout-sample-filter-path: the filter changed the batch from {len(expected)} groups to "
-            f"{len(batch)}, or the number of samples in a group; it must mark samples "
-            "(sample.remove_sample = True) and leave the lists as they are"
         )
 
 

@@ -52,7 +52,6 @@ from miles.rollout._fully_async_groups import (
     describe,
     group_oldest_weight_version,
     require_members,
-    require_shape,
     sorted_batch,
     take_stock,
 )
@@ -62,7 +61,7 @@ from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
 from miles.rollout._fully_async_slots import SampleSlots, free_one
-from miles.rollout._fully_async_snapshot import restore_state, take_snapshot
+from miles.rollout._fully_async_snapshot import Moment, restore_state, take_moment
 from miles.rollout._fully_async_staleness import StalenessGauge, VersionSplit
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
@@ -72,11 +71,11 @@ from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import acall_dynamic_filter
+from miles.rollout.filter_hub.sample_filter import apply_sample_filter
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
 from miles.utils.loop_lag import drain_loop_lag
 from miles.utils.misc import load_function
-from miles.utils.user_calls import UserCode, call_user
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -238,10 +237,14 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         super().resume_submission()
         self._look_again()
 
+    def take_moment(self) -> Moment:
+        """Every group that is pulled and not trained, counters, versions and the data source's state, as they are now:
+        `encode` it wherever time does not matter."""
+        return take_moment(self.ledger, self._trainer.versions, self._prompts)
+
     def snapshot(self) -> dict[str, Any]:
-        """Every group that is pulled and not trained, counters, versions and the data source's state, JSON-ready and of
-        one moment. Raises SampleCodecError naming the field that cannot be saved."""
-        return take_snapshot(self.ledger, self._trainer.versions, self._prompts)
+        """The moment as JSON-ready data. Raises SampleCodecError naming a field of a prompt that cannot be saved."""
+        return self.take_moment().encode()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
@@ -466,10 +469,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
         batch = sorted_batch([key.group for key in keys if key.group is not None])
         if self._sample_filter is not None:
-            shape = [len(group) for group in batch]
-            with UserCode("sample filter", self._sample_filter, f"a batch of {len(batch)} groups"):
-                await call_user(self._sample_filter, self.args, batch)
-            require_shape(batch, shape)
+            await apply_sample_filter(self._sample_filter, self.args, batch)
         return batch
 
     def _metrics(self, report: DrainReport) -> dict[str, Any]:

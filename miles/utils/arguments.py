@@ -55,6 +55,7 @@ FLAG_MODULES = (
     "miles.backends.megatron_utils.flags",
     "miles.backends.megatron_utils.model_shape_flags",
     "miles.ray.flags",
+    "miles.ray.fault_flags",
     "miles.backends.embedded_engine.flags",
     "miles.backends.sglang_utils.flags",
     "miles.utils.http_flags",

@@ -276,14 +276,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         (value("--multimodal-keys"),),
     ),
     Refusal(
-        "recovery from lost processes is not available: the run stops with a message",
-        "--save with --save-interval, and --load to resume",
+        "engines recover by themselves, and nothing controls that from outside",
+        "--use-fault-tolerance, and the --rollout-health-check-* flags",
         (
-            switch("--use-fault-tolerance"),
-            values("--ft-components"),
-            value("--rollout-health-check-interval", 30.0),
-            value("--rollout-health-check-timeout", 30.0),
-            value("--rollout-health-check-first-wait", 0.0),
             value("--control-server-port", 0),
             switch("--mini-ft-controller-enable"),
             value("--mini-ft-controller-poll-interval", 10.0),

@@ -343,17 +343,19 @@ class MegatronTrainer:
             self._updater = WeightUpdater(self._update_config)
         self._updater.connect(engine_urls)
 
-    def update_weights(self) -> dict[str, float]:
+    def update_weights(self, *, again: bool = False) -> dict[str, float]:
         """Push the weights to all connected engines as version `weight_version + 1`; returns timings (on rank 0).
 
         Every rank calls it, and every rank raises what rank 0 met.
+
+        `again`: as `weight_version`, to engines that do not have it yet; nothing may have been trained since.
 
         Raises:
             WeightUpdateError: an engine refused or went silent; `weight_version` is unchanged, so that the same update
                 can be repeated once `connect_engines` has replaced the group.
             ValueError: with --check-weight-update-equal, where an engine's weights differ afterwards.
         """
-        version = self.weight_version + 1
+        version = self.weight_version + (not again)
 
         def send(pieces: Iterator[Piece]) -> dict[str, float]:
             if self._updater is None:

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from miles.ray.cluster import num_engines, num_trainers
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
-from miles.ray.rollout.engine_actor import EngineActor
+from miles.ray.faults import tolerates_engine_faults
+from miles.ray.rollout.engine import RayEngine
+from miles.ray.rollout.engine_fleet import EngineFleet
+from miles.ray.rollout.engine_health import EngineHealth, HealthConfig
 from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
 from miles.ray.rollout.router import Router
@@ -45,12 +47,13 @@ from miles.utils.async_utils import close_async_loop, get_async_loop, run
 from miles.utils.http_utils import close_http_client, init_http_client
 from miles.utils.logging_utils import redirect_output
 from miles.utils.misc import load_function
-from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
     from miles.ray.placement_group import Bundles
+    from miles.ray.rollout.engine_states import EngineRef, FleetView
     from miles.rollout.data_source import DataSource
     from miles.utils.timeline import Interval
     from miles.utils.trace import GroupPhase
@@ -58,7 +61,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_GPU_SHARE = 0.2
 _CLOSE_SECS = 5.0
 
 
@@ -103,24 +105,15 @@ class RolloutManager:
         self._weight_version: int | None = None
         self._turns = Turns()
         self._dp_size = num_trainers(args)
-        actor_class = ray.remote(EngineActor)
-        self._engines = [
-            actor_class.options(
-                **engine_bundles.actor_options(i * int(args.rollout_num_gpus_per_engine), gpu_share=_ENGINE_GPU_SHARE)
-            ).remote(args, i)
-            for i in range(num_engines(args))
-        ]
+        self._fleet = make_fleet(args, engine_bundles, self._router)
 
-    async def start(self) -> list[str]:
-        """Start router and engines, build data source and rollout functions; returns the engine URLs."""
-        _, _, *urls = await asyncio.gather(
+    async def start(self) -> None:
+        """Start router and engines, build data source and rollout functions."""
+        await asyncio.gather(
             self._router.start(),
             asyncio.to_thread(self._build_rollout_functions),
-            *(engine.start.remote() for engine in self._engines),
+            self._fleet.start(),
         )
-        await self._router.add_engines(urls)
-        self.engine_urls = urls
-        return urls
 
     def _build_rollout_functions(self) -> None:
         args = self._args
@@ -146,10 +139,25 @@ class RolloutManager:
         prompts, batch = len(self._data_source.dataset), self._args.rollout_batch_size
         return int(prompts // batch * num_epoch or max(1, prompts * num_epoch // batch))
 
-    async def set_weight_version(self, version: int) -> None:
-        """The trainer's own number for the weights that the engines have from now on."""
-        self._weight_version = version
-        await asyncio.to_thread(self._state.on_weight_version, version)
+    async def engines(self) -> FleetView:
+        """The engines as they are now, and what has happened since the last view."""
+        return self._fleet.view()
+
+    async def begin_update(self, only_waiting: bool = False) -> tuple[EngineRef, ...]:
+        """The engines that weights are to be sent to now; see `EngineFleet`."""
+        return self._fleet.begin_update(only_waiting=only_waiting)
+
+    async def fail_update(self, engines: Sequence[EngineRef], url: str, reason: str, answered: bool) -> None:
+        """The update failed at the engine with this URL; returns once the one at fault is out of the fleet."""
+        await self._fleet.fail_update(engines, url, reason, answered=answered)
+
+    async def finish_update(self, engines: Sequence[EngineRef], version: int) -> FleetView:
+        """These engines have the weights that the trainer calls `version`; all of them serve when this returns."""
+        if version != self._weight_version:
+            self._weight_version = version
+            await asyncio.to_thread(self._state.on_weight_version, version)
+        await self._fleet.finish_update(engines)
+        return self._fleet.view()
 
     async def acknowledge(self, rollout_id: int) -> None:
         """The trainer has finished its step on this batch: its groups are trained."""
@@ -239,32 +247,21 @@ class RolloutManager:
 
     async def pids(self) -> dict[str, int]:
         """Process ids of the manager, the router, and each engine's actor and server."""
-        pids = {"rollout_manager": os.getpid(), "router": self._router.pid}
-        for i, engine in enumerate(await asyncio.gather(*(e.pids.remote() for e in self._engines))):
-            pids |= {f"engine-{i}-actor": engine["actor"], f"engine-{i}": engine["server"]}
-        return pids
+        return {"rollout_manager": os.getpid(), "router": self._router.pid, **await self._fleet.pids()}
 
     async def watch(self) -> None:
-        """Never returns; raises when the router, an engine or an engine's actor dies."""
-        watchers = [asyncio.ensure_future(self._router.watch())]
-        watchers += [asyncio.ensure_future(self._watch_engine(i)) for i in range(len(self._engines))]
+        """Never returns; raises when the router dies, or engines in a way that the run does not survive."""
+        watchers = [asyncio.ensure_future(self._router.watch()), asyncio.ensure_future(self._fleet.watch())]
         done, pending = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         await done.pop()
 
-    async def _watch_engine(self, index: int) -> None:
-        try:
-            await self._engines[index].watch.remote()
-        except RayActorError as error:
-            log = self._logs / f"engine-{index}.log"
-            raise ProcessDied(f"the actor that owns engine-{index} died; see {log}{log_tail(log)}") from error
-
     async def dispose(self) -> None:
         """End the rollout functions, the data source, the router and the engines. Bounded in time."""
         await asyncio.to_thread(self._close_rollout_functions)
-        await asyncio.gather(self._router.stop(), *(engine.stop.remote() for engine in self._engines))
+        await asyncio.gather(self._router.stop(), self._fleet.stop())
 
     def _close_rollout_functions(self) -> None:
         for part in (getattr(self, "_rollout_fn", None), getattr(self, "_eval_fn", None)):
@@ -285,6 +282,19 @@ class RolloutManager:
     def _drain_generation_intervals(self) -> list[Interval]:
         busy = getattr(getattr(self._rollout_fn, "state", None), "busy", None)
         return busy.drain() if busy is not None else []
+
+
+def make_fleet(args: Namespace, bundles: Bundles, router: Router) -> EngineFleet:
+    """The engines of the run, not yet started."""
+    tolerates_faults = tolerates_engine_faults(args)
+    return EngineFleet(
+        lambda index: RayEngine(args, index, bundles),
+        num_engines(args),
+        router,
+        EngineHealth(args.rollout_health_check_timeout),
+        looks=HealthConfig.from_args(args) if tolerates_faults else None,
+        tolerates_faults=tolerates_faults,
+    )
 
 
 def load_rollout_functions(args: Namespace, data_source: DataSource) -> tuple[Any, Any]:

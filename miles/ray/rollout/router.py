@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -55,6 +55,16 @@ class Router:
                 while await self._healthy_engines(session) < set(engine_urls):  # noqa: ASYNC110 - a remote state
                     await asyncio.sleep(_REGISTRATION_POLL_SECS)
 
+    async def remove_engine(self, url: str) -> None:
+        """Send nothing to this engine any more. Nothing where it is not registered."""
+        async with aiohttp.ClientSession(self.url) as session, asyncio.timeout(_REGISTRATION_TIMEOUT_SECS):
+            while ids := [worker["id"] for worker in await self._workers(session) if worker["url"] == url]:
+                for worker_id in ids:
+                    async with session.delete(f"/workers/{worker_id}") as response:
+                        if response.status != 404:  # gone meanwhile
+                            response.raise_for_status()
+                await asyncio.sleep(_REGISTRATION_POLL_SECS)
+
     async def watch(self) -> None:
         """Never returns; raises ProcessDied when the router dies."""
         assert self._process is not None, "watch follows start"
@@ -77,9 +87,12 @@ class Router:
             command += ["--policy", args.sglang_router_policy]
         return command + router_command_flags(args)  # last: what the user says wins
 
+    async def _healthy_engines(self, session: aiohttp.ClientSession) -> set[str]:
+        return {worker["url"] for worker in await self._workers(session) if worker["is_healthy"]}
+
     @staticmethod
-    async def _healthy_engines(session: aiohttp.ClientSession) -> set[str]:
+    async def _workers(session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         async with session.get("/workers") as response:
             response.raise_for_status()
-            workers = (await response.json())["workers"]
-        return {worker["url"] for worker in workers if worker["is_healthy"]}
+            workers: list[dict[str, Any]] = (await response.json())["workers"]
+        return workers

@@ -555,6 +555,42 @@ async def test_a_custom_store_replaces_the_queue(monkeypatch):
             assert fn.ledger.in_flight == 4 and fn.ledger.queued == 0
 
 
+class Hesitant(Stack):
+    """Thinks about group 0, its last one, for a second before it refuses it, once."""
+
+    refuse = "unused_handler_fn"
+    refused = 0
+
+    async def get(self, **context: Any) -> Any:
+        while True:
+            prompt_group, group = await super().get(**context)
+            if self.refused or prompt_group[0].group_index != 0:
+                return prompt_group, group
+            self.refused += 1
+            await asyncio.sleep(1)
+            getattr(self.input, self.refuse)(prompt_group)
+
+
+@pytest.mark.parametrize(("refuse", "batch"), [("unused_handler_fn", [0, 1]), ("drop_fn", [1])])
+@virtual
+async def test_a_group_that_a_store_refuses_after_all_others_are_done_is_noticed(monkeypatch, refuse, batch):
+    """The worker sleeps, because the data has ended, and the call waits in the store: who tells them?"""
+
+    class TwoGroups(FakeDataSource):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            return super().get_samples(num_samples) if self.buffer or self._next_index < 2 else []
+
+    monkeypatch.setattr(Hesitant, "refuse", refuse)
+    with function_registry.temporary("hesitant", Hesitant):
+        async with running(
+            monkeypatch, data_source=TwoGroups(), rollout_batch_size=2, custom_async_data_buffer_path="hesitant"
+        ) as fn:
+            output = await asyncio.wait_for(fn(train()), 10)
+            assert group_indexes(output.samples) == batch
+            assert fn._finished.store.refused == 1
+            assert asyncio.get_running_loop().time() < 3
+
+
 # ---- flags
 
 

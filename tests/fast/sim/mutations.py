@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import miles.rollout.fully_async_rollout as heart
 from miles.rollout._fully_async_finished import FinishedGroups
 from miles.rollout._fully_async_prompts import PromptSupply
+from miles.rollout._fully_async_snapshot import Moment
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
 from miles.rollout._fully_async_versions import WeightVersions
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 def cursor_advanced_at_pull(patch: pytest.MonkeyPatch) -> None:
     """A save has the data cursor behind what was pulled and forgets what is in flight."""
-    snapshot = FullyAsyncRolloutFn.snapshot
-    patch.setattr(FullyAsyncRolloutFn, "snapshot", lambda self: {**snapshot(self), "prompts": []})
+    encode = Moment.encode
+    patch.setattr(Moment, "encode", lambda self: {**encode(self), "prompts": []})
 
 
 def staleness_checked_at_the_drain(patch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,15 @@
-"""A model split over ranks trains like the same model on one rank: real processes over gloo, one world for all layouts."""
+"""A model split over ranks trains like the same model on one rank: real processes over gloo."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.fast.backends.megatron_utils.parallel_main import Job, run, run_world
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"), pytest.mark.timeout(300)]
 

@@ -164,7 +164,7 @@ def test_a_refusal_fails_the_update_at_once_and_the_next_one_works(
 
 def test_an_engine_that_refuses_a_tensor_is_named(engine: str, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.connect_engines([engine])
-    monkeypatch.setattr(trainer, "hf_named_tensors", lambda: iter([("model.unknown.weight", torch.zeros(2))]))
+    monkeypatch.setattr(trainer, "_gathered_weights", lambda: iter([[("model.unknown.weight", torch.zeros(2))]]))
     start = time.monotonic()
     with pytest.raises(WeightUpdateError, match=r"model\.unknown\.weight"):
         trainer.update_weights()
