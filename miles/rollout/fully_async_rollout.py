@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles.rollout._fully_async_buffer import build_store
@@ -60,7 +60,7 @@ from miles.rollout._fully_async_metrics import DrainReport
 from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
-from miles.rollout._fully_async_slots import SampleSlots
+from miles.rollout._fully_async_slots import SampleSlots, free_one
 from miles.rollout._fully_async_snapshot import Moment, restore_state, take_moment
 from miles.rollout._fully_async_staleness import StalenessGauge, VersionSplit
 from miles.rollout._fully_async_tasks import GroupTasks
@@ -325,13 +325,15 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
             # Generation gets a list of its own: the prompt group stays flat whatever is done to the list.
             own, params = list(key.prompt_group), self.state.sampling_params
             if self._by_sample:
-                done = partial(self._slots.free_one, key)
-                generation = generate_and_rm_group(
-                    self.state, own, sampling_params=params, evaluation=False, sample_done_callback=done
+                group: Any = await generate_and_rm_group(
+                    self.state,
+                    own,
+                    sampling_params=params,
+                    evaluation=False,
+                    sample_done_callback=MethodType(free_one, key),  # partial(free_one, key), but quicker to call
                 )
             else:
-                generation = generate_and_rm_group(self.state, own, sampling_params=params, evaluation=False)
-            group: Any = await generation
+                group = await generate_and_rm_group(self.state, own, sampling_params=params, evaluation=False)
             if not isinstance(group, list):
                 raise TypeError(
                     f"generating {describe(key.prompt_group)} returned {group!r}, expected a list of its samples"
@@ -345,7 +347,9 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
                 self._slots.finish(key, finished_at)
             if not self._finished.put_at_once(key):
                 await self._finished.put(key)
-            self._leave(key)
+            if key.slots:
+                self._slots.free_all(key)
+            self._look_again()
         except BaseException as error:  # the one place where that becomes data: the worker raises it
             if tasks.note_failure(key, error):
                 raise
@@ -353,7 +357,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
             tasks.running.pop(key, None)
 
     def _leave(self, key: GroupKey) -> None:
-        """The group is no longer in generation, well or badly."""
+        """The group is no longer in generation, for it has failed."""
         if key.slots:
             self._slots.free_all(key)
         self._look_again()
@@ -463,7 +467,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
 
     async def _to_batch(self, keys: list[GroupKey]) -> list[list[Any]]:
         """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
-        batch = sorted_batch(key.group for key in keys if key.group is not None)
+        batch = sorted_batch([key.group for key in keys if key.group is not None])
         if self._sample_filter is not None:
             await apply_sample_filter(self._sample_filter, self.args, batch)
         return batch
