@@ -58,10 +58,12 @@ class PromptSupply:
             raise TypeError(f"{type(self._data_source).__name__}.get_samples(1) returned {groups!r}, expected a list")
         if len(groups) == 1:
             self.ended = False
-            self._fresh_is_next = retries_of(groups[0]) > 0
-            if groups[0] and not self._fresh_is_next:
-                self._look_at(groups[0][0])
-            return groups[0]
+            group = groups[0]
+            self._fresh_is_next = retries_of(group) > 0
+            first = group[0] if group else None
+            if isinstance(first, Sample) and (first.metadata or len(vars(first)) > _NUM_FIELDS):
+                self._look_at(first)
+            return group
         if groups:
             raise RuntimeError(
                 f"{type(self._data_source).__name__}.get_samples(1) returned {len(groups)} groups; fully-async rollout "
@@ -79,15 +81,14 @@ class PromptSupply:
         self._data_source.add_samples([prompt_group])
         self.ended = False
 
-    def _look_at(self, fresh: Sample) -> None:
+    def _look_at(self, sample: Sample) -> None:
         """What is on a sample before any user code of the rollout has seen it belongs to its prompt."""
-        if not isinstance(fresh, Sample):
+        if self._fresh_is_next:  # it comes back
             return
-        if not self._seen.issuperset(fresh.metadata) or len(vars(fresh)) > _NUM_FIELDS:
-            names = {*fresh.metadata, *vars(fresh)}
-            if not self._seen.issuperset(names):
-                self.unsaveable |= unsaveable_names(fresh)
-                self._seen |= names
+        names = {*sample.metadata, *vars(sample)}
+        if not self._seen.issuperset(names):
+            self.unsaveable |= unsaveable_names(sample)
+            self._seen |= names
 
     def reissue(self, prompt_groups: list[PromptGroup]) -> None:
         """Hand these out before anything else."""
