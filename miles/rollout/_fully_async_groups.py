@@ -67,43 +67,42 @@ def take_stock(key: GroupKey, group: Group) -> None:
     `size_bytes` is an estimate. Siblings share their prompt, so the first sample tells its length; each response token
     costs its id, its log-probability and its text; arrays (routed experts) count as many times as there are samples.
     """
-    samples: Sequence[Any] = group
     try:
-        tally = _tally(samples)
+        _tally(key, group)
     except AttributeError:  # a member that is a list
         samples = samples_of(group)
         _require_samples(key.prompt_group, samples)
-        tally = _tally(samples)
-    tokens, key.aborted, key.versions, key.unversioned = tally
+        _tally(key, samples)
     key.group = group
-    key.samples = len(samples)
-    key.tokens = tokens
-    if samples:
-        first = samples[0]
-        each = _BYTES_PER_SAMPLE + _BYTES_PER_PROMPT_TOKEN * max(0, len(first.tokens) - first.response_length)
-        if first.rollout_routed_experts is not None:
-            each += getattr(first.rollout_routed_experts, "nbytes", 0)
-        key.size_bytes = each * len(samples) + _BYTES_PER_RESPONSE_TOKEN * tokens
 
 
-def _tally(samples: Sequence[Sample]) -> tuple[int, bool, tuple[Any, ...], int]:
-    """Response tokens, whether any was aborted or failed, the distinct versions, and how many carry none."""
-    tokens = unversioned = 0
-    aborted = False
-    labels: list[str] = []
-    versions: set[Any] = set()
+def _tally(key: GroupKey, samples: Sequence[Any]) -> None:
+    key.samples = number = len(samples)
+    if not number:
+        return
+    first = samples[0]
+    labels = first.weight_versions
+    aborted = mixed = False
+    tokens = 0
     for sample in samples:
         tokens += sample.response_length
         status = sample.status
         if status is not _COMPLETED and status is not _TRUNCATED and _has_no_answer(sample):
             aborted = True
-        its_labels = sample.weight_versions
-        if its_labels != labels:  # siblings mostly have the same
-            labels = its_labels
-            versions.update(labels)
-        if not its_labels:
-            unversioned += 1
-    return tokens, aborted, tuple(versions), unversioned
+        if sample.weight_versions != labels:  # siblings mostly have the same
+            mixed = True
+    key.tokens = tokens
+    key.aborted = aborted
+    if mixed:
+        key.versions = tuple({label for sample in samples for label in sample.weight_versions})
+        key.unversioned = sum(not sample.weight_versions for sample in samples)
+    else:
+        key.versions = tuple(labels) if len(labels) < 2 else tuple(set(labels))
+        key.unversioned = 0 if labels else number
+    each = _BYTES_PER_SAMPLE + _BYTES_PER_PROMPT_TOKEN * max(0, len(first.tokens) - first.response_length)
+    if first.rollout_routed_experts is not None:
+        each += getattr(first.rollout_routed_experts, "nbytes", 0)
+    key.size_bytes = each * number + _BYTES_PER_RESPONSE_TOKEN * tokens
 
 
 def _has_no_answer(sample: Sample) -> bool:

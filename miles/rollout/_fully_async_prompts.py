@@ -122,4 +122,4 @@ def _get_fresh_samples(data_source: Any) -> Callable[[int], list[PromptGroup]] |
 
 def retries_of(prompt_group: PromptGroup) -> int:
     """How often the group has started over."""
-    return vars(prompt_group[0]).get(_RETRIES, 0) if prompt_group else 0
+    return getattr(prompt_group[0], _RETRIES, 0) if prompt_group else 0

@@ -44,7 +44,7 @@ class Invariants:
         most, queue = self.process.schedule.max_bytes, fn._output
         if most is not None and queue is not None and queue.qsize() > 1:  # one group alone may exceed it
             finished = fn._finished
-            stored = finished.size_bytes - sum(item.entry.size_bytes for item in finished.returned)
+            stored = finished.size_bytes - sum(key.size_bytes for key in finished.returned)
             if stored > most:
                 self.process.trace.violate(f"{stored} bytes wait, the bound is {most}")
         allowed = fn.queue_capacity + self.process.schedule.rollout_batch_size
