@@ -11,7 +11,8 @@ engine does, SGLang does not, and the router tells nobody where it sends a reque
 
 The file is a JSON array of events, written as they come. Viewers do not need its end, so what a killed run leaves
 behind opens as well; `read_trace` reads it, too. Times are microseconds since the file was begun. Samples and groups
-are nestable asynchronous events (`b`, `n`, `e`), since many of them overlap; everything else is complete events (`X`).
+are nestable asynchronous events (`b`, `n`, `e`), since many of them overlap, with ids that are local to their process,
+or viewers would show them apart from it; everything else is complete events (`X`).
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class TraceWriter:
 
     @staticmethod
     def _group_event(pull: int) -> Event:
-        return {"cat": "group", "name": "group", "id": f"group-{pull}", "pid": _GROUPS, "tid": 0}
+        return {"cat": "group", "name": "group", "id2": {"local": f"group-{pull}"}, "pid": _GROUPS, "tid": 0}
 
     def _sample(self, s: SampleSpan) -> Iterator[Event]:
         pid = self._pid_of(s.engines)
@@ -201,7 +202,7 @@ class TraceWriter:
             yield from self._name(pid, "router", {}) if named else self._name_engine(pid, f"engine {s.engines[0]}")
         self._samples += 1
         name = "eval sample" if s.evaluation else "sample"
-        event = {"cat": name, "name": name, "id": f"sample-{self._samples}", "pid": pid, "tid": 0}
+        event = {"cat": name, "name": name, "id2": {"local": f"sample-{self._samples}"}, "pid": pid, "tid": 0}
         start = self._micros(s.start)
         args = {"sample": s.index, "group": s.group_index, "ended": s.outcome, "response tokens": s.tokens}
         if len(s.engines) > 1:
