@@ -34,7 +34,7 @@ class Invariants:
         """Nothing happens until the next timer: so the worker must have nothing to do."""
         worker = self.fn._worker
         idle = worker is not None and not worker.done() and self.fn._group_tasks.failure is None
-        if idle and not self.fn._closed and self.fn._may_submit():
+        if idle and not self.fn._closed and self.fn._room_to_submit() > 0:
             self.process.trace.violate("the worker sleeps, though one more group may be submitted")
 
     def check(self) -> None:
@@ -58,7 +58,7 @@ class Invariants:
         most, queue = self.process.schedule.max_bytes, fn._output
         if most is not None and queue is not None and queue.qsize() > 1:  # one group alone may exceed it
             finished = fn._finished
-            stored = finished.size_bytes - sum(item.entry.size_bytes for item in finished.returned)
+            stored = finished.size_bytes - sum(key.size_bytes for key in finished.returned)
             if stored > most:
                 self.process.trace.violate(f"{stored} bytes wait, the bound is {most}")
         allowed = fn.queue_capacity + self.process.schedule.rollout_batch_size

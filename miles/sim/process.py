@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from miles.rollout.base_types import RolloutFnTrainOutput
+    from miles.rollout._fully_async_snapshot import Moment
     from miles.sim.engines import EnginePool
     from miles.sim.observer import Books, Observer
 
@@ -47,11 +48,14 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Save:
-    """What a process leaves behind: the trainer's step and version, the rollout's state as text, and the books."""
+    """What a process leaves behind: the trainer's step and version, the rollout's state, and the books.
+
+    The state becomes text as late as possible, when the next process starts: nothing that happens in between may show.
+    """
 
     step: int
     version: int
-    rollout: str | None
+    rollout: Moment | None
     books: Books
 
 
@@ -99,7 +103,7 @@ class TrainingProcess:
         self.observer.go_back_to(save.books)
         self.engines.versions.current = save.version
         if save.rollout is not None:
-            self.fn.restore(json.loads(save.rollout))
+            self.fn.restore(json.loads(json.dumps(save.rollout.encode())))
         self.trace.add("process starts", "step", self.step)
 
     # ---- the life of the process
@@ -303,8 +307,7 @@ class TrainingProcess:
             self.trace.violate(f"the batch of step {step} can be given back after it was acknowledged")
 
     def _save(self) -> None:
-        state = json.dumps(self.fn.snapshot())
-        self.save = Save(self.step, self.engines.versions.current, state, self.observer.copy())
+        self.save = Save(self.step, self.engines.versions.current, self.fn.take_moment(), self.observer.copy())
         self.trace.add("save", self.step)
 
     def _save_any_time(self, fault: Fault) -> None:

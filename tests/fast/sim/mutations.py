@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import miles.rollout._fully_async_wait as waiting
 import miles.rollout.fully_async_rollout as heart
-from miles.rollout._fully_async_buffer import DefaultDataBuffer
 from miles.rollout._fully_async_errors import no_progress
 from miles.rollout._fully_async_finished import FinishedGroups
 from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
 from miles.rollout._fully_async_slots import SampleSlots
+from miles.rollout._fully_async_snapshot import Moment
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
 from miles.rollout._fully_async_versions import WeightVersions
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 def cursor_advanced_at_pull(patch: pytest.MonkeyPatch) -> None:
     """A save has the data cursor behind what was pulled and forgets what is in flight."""
-    snapshot = FullyAsyncRolloutFn.snapshot
-    patch.setattr(FullyAsyncRolloutFn, "snapshot", lambda self: {**snapshot(self), "prompts": []})
+    encode = Moment.encode
+    patch.setattr(Moment, "encode", lambda self: {**encode(self), "prompts": []})
 
 
 def staleness_checked_at_the_drain(patch: pytest.MonkeyPatch) -> None:
@@ -113,22 +113,20 @@ def get_leaked(patch: pytest.MonkeyPatch) -> None:
 
 def wake_up_lost_when_the_queue_empties(patch: pytest.MonkeyPatch) -> None:
     """Whoever waits for room is not told when the last group is taken."""
-    get_nowait = DefaultDataBuffer.get_nowait
+    fill = FinishedGroups._fill
 
-    def forgetful(self: DefaultDataBuffer) -> Any:
-        queue = self.open()
-        if queue.qsize() != 1:
-            return get_nowait(self)
-        return self._taken(queue._queue.popleft())  # type: ignore[attr-defined]
+    def forgetful(self: FinishedGroups) -> None:
+        if self.size:
+            fill(self)
 
-    patch.setattr(DefaultDataBuffer, "get_nowait", forgetful)
+    patch.setattr(FinishedGroups, "_fill", forgetful)
 
 
 def slot_freed_twice(patch: pytest.MonkeyPatch) -> None:
     """Samples free their slots one by one, and the group frees all of them again."""
 
     def free_one(self: SampleSlots, key: Any) -> None:
-        self.used -= 1
+        self._spare += 1
 
     patch.setattr(SampleSlots, "free_one", free_one)
 
