@@ -28,8 +28,8 @@ from miles.sim.waits import Waits
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from miles.rollout.base_types import RolloutFnTrainOutput
     from miles.rollout._fully_async_snapshot import Moment
+    from miles.rollout.base_types import RolloutFnTrainOutput
     from miles.sim.engines import EnginePool
     from miles.sim.observer import Books, Observer
 
