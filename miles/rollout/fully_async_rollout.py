@@ -252,7 +252,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
             raise RuntimeError("restore comes before the first call")
         items = restore_state(state, self.ledger, self._trainer.versions, self._prompts)
         self._finished.restore(item.key for item in items if item.key is not None)
-        self._window = LedgerWindow(self.ledger)
+        self._window = LedgerWindow(self.ledger, restored=int(state["ledger"]["in_flight"]))
 
     async def close(self) -> None:
         """End the worker and every group task, at any moment; a call that waits for a batch raises. Twice is fine.
