@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from miles.ray.cluster import num_engines, num_trainers
+from miles.backends.training_utils.flags import data_parallel_size
+from miles.ray.cluster import num_engines
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
 from miles.ray.faults import tolerates_engine_faults
-from miles.ray.rollout.engine import RayEngine
-from miles.ray.rollout.engine_fleet import EngineFleet
+from miles.ray.rollout.engine import make_engine
+from miles.ray.rollout.engine_fleet import EngineFleet, Registry
 from miles.ray.rollout.engine_health import EngineHealth, HealthConfig
 from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
-from miles.ray.rollout.router import Router
+from miles.ray.rollout.router import make_router
 from miles.ray.rollout.train_data import (
     args_of_last_batch,
     convert_samples_to_train_data,
@@ -97,14 +98,13 @@ class RolloutManager:
     """See the module docstring. Built by the driver; `start` brings up router and engines."""
 
     def __init__(self, args: Namespace, engine_bundles: Bundles) -> None:
-        self._logs = Path(args.run_dir) / "logs"
-        redirect_output(self._logs / "rollout_manager.log")
-        self._router = Router(args)
+        redirect_output(Path(args.run_dir) / "logs" / "rollout_manager.log")
+        self._router = make_router(args)
         self._args = copy.copy(args)
         self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
         self._turns = Turns()
-        self._dp_size = num_trainers(args)
+        self._dp_size = data_parallel_size(args)
         self._fleet = make_fleet(args, engine_bundles, self._router)
 
     async def start(self) -> None:
@@ -281,11 +281,11 @@ class RolloutManager:
         return busy.drain() if busy is not None else []
 
 
-def make_fleet(args: Namespace, bundles: Bundles, router: Router) -> EngineFleet:
+def make_fleet(args: Namespace, bundles: Bundles, router: Registry) -> EngineFleet:
     """The engines of the run, not yet started."""
     tolerates_faults = tolerates_engine_faults(args)
     return EngineFleet(
-        lambda index: RayEngine(args, index, bundles),
+        lambda index: make_engine(args, index, bundles),
         num_engines(args),
         router,
         EngineHealth(args.rollout_health_check_timeout),
