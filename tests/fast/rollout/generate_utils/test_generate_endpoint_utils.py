@@ -14,6 +14,7 @@ from miles.rollout.generate_utils import (
     router_url,
     update_sample_from_response,
 )
+from miles.rollout.generate_utils.attempts import AttemptLog
 from miles.utils.types import Sample
 from tests.fast.rollout.engine_stub import CharTokenizer, make_args, response
 
@@ -94,6 +95,14 @@ async def update(sample, output, **keywords):
     await update_sample_from_response(make_args(), sample, {"input_ids": [1, 2]}, output, **keywords)
     sample.validate()
     return sample
+
+
+async def test_whoever_watches_the_attempt_learns_which_engine_has_answered():
+    log, sample = AttemptLog(1), Sample()
+    output = response("a")
+    output["meta_info"]["engine_url"] = "http://10.0.0.7:31000"
+    await log.watch(sample, False, update_sample_from_response(make_args(), sample, {"input_ids": [1]}, output))
+    assert [span.engines for span in log.take()] == [("http://10.0.0.7:31000",)]
 
 
 async def test_the_loss_mask_starts_on_request_and_covers_what_is_there_already():
