@@ -13,13 +13,18 @@ data source has `get_fresh_samples(n)`, a fresh group comes after each retried o
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+from miles.rollout.sample_codec import unsaveable_names
+from miles.utils.types import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from miles.rollout._fully_async_groups import PromptGroup
 
+_NUM_FIELDS = len(fields(Sample))
 _RETRIES = "fully_async_retries"  # an attribute of the group's first sample, so that it is saved with it
 
 
@@ -31,6 +36,11 @@ class PromptSupply:
         self._fresh_is_next = False
         self.ended = False
         """The data source had nothing, when it was asked last."""
+
+        self.unsaveable: set[str] = set()
+        """Entries of the metadata, and other attributes, that fresh prompts came with and no checkpoint can hold."""
+
+        self._seen: set[str] = set()  # of all such names, saveable or not
 
     @property
     def end_message(self) -> str:
@@ -49,6 +59,8 @@ class PromptSupply:
         if len(groups) == 1:
             self.ended = False
             self._fresh_is_next = retries_of(groups[0]) > 0
+            if groups[0] and not self._fresh_is_next:
+                self._look_at(groups[0][0])
             return groups[0]
         if groups:
             raise RuntimeError(
@@ -66,6 +78,16 @@ class PromptSupply:
             setattr(prompt_group[0], _RETRIES, retries_of(prompt_group) + 1)
         self._data_source.add_samples([prompt_group])
         self.ended = False
+
+    def _look_at(self, fresh: Sample) -> None:
+        """What is on a sample before any user code of the rollout has seen it belongs to its prompt."""
+        if not isinstance(fresh, Sample):
+            return
+        if not self._seen.issuperset(fresh.metadata) or len(vars(fresh)) > _NUM_FIELDS:
+            names = {*fresh.metadata, *vars(fresh)}
+            if not self._seen.issuperset(names):
+                self.unsaveable |= unsaveable_names(fresh)
+                self._seen |= names
 
     def reissue(self, prompt_groups: list[PromptGroup]) -> None:
         """Hand these out before anything else."""
@@ -99,4 +121,4 @@ def _get_fresh_samples(data_source: Any) -> Callable[[int], list[PromptGroup]] |
 
 def retries_of(prompt_group: PromptGroup) -> int:
     """How often the group has started over."""
-    return vars(prompt_group[0]).get(_RETRIES, 0) if prompt_group else 0
+    return getattr(prompt_group[0], _RETRIES, 0) if prompt_group else 0
