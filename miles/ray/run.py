@@ -32,6 +32,7 @@ from miles.ray.eval import make_eval_dispatcher
 from miles.ray.faults import tolerates_engine_faults
 from miles.ray.placement_group import create_placement
 from miles.ray.process_list import ProcessList
+from miles.ray.ray_processes import own_ray_processes
 from miles.ray.rollout.rollout_manager import GeneratedBatch, RolloutManager
 from miles.ray.step_metrics import fully_async_driver_metrics
 from miles.ray.steps import Steps
@@ -100,6 +101,7 @@ class Run:
         try:
             self._tracker = Tracker(self.args, self.run_dir)
             self._cluster.connect()
+            self._supervisor.watch_ray(own_ray_processes())
             await self._start_actors()
         except BaseException:
             await self._shut_down()
@@ -112,7 +114,7 @@ class Run:
     ) -> None:
         try:
             if exc is None:
-                self._trace.groups(await self._supervisor.wait(self.manager.take_group_phases.remote()))
+                self._trace.notes(await self._supervisor.wait(self.manager.end_trace.remote()))
             if isinstance(exc, StopRequested):
                 await self._save_after_stop()
             if self._evals is not None and exc is None:
@@ -158,6 +160,7 @@ class Run:
             tolerates_faults=tolerates_engine_faults(args),
             on_published=self._weights_published,
             on_view=self._learn_of_engines,
+            on_paused=lambda start, end: self._record("pause", start, end, None),
         )
         await self._write_processes(eval_pids or {})
 
@@ -189,7 +192,8 @@ class Run:
     async def _write_processes(self, eval_pids: dict[str, int]) -> None:
         rollout = await self._supervisor.wait(self.manager.pids.remote())
         trainers = await self._supervisor.wait(self.trainers.pids())
-        self._processes.learn({**rollout, **trainers, **eval_pids})
+        ray_itself = {process.name: process.pid for process in own_ray_processes()}
+        self._processes.learn({**rollout, **trainers, **eval_pids, **ray_itself})
         self._supervisor.learn_pids({**rollout, **trainers})
 
     def _learn_of_engines(self, view: FleetView) -> None:
@@ -200,6 +204,7 @@ class Run:
             self._processes.learn(view.pids)
             self._supervisor.learn_pids(view.pids)
         self._engine_metrics.learn(view)
+        self._trace.learn_engines({engine.url: engine.index for engine in (*view.serving, *view.waiting)})
 
     def _weights_published(self, version: int) -> None:
         if self._evals is not None:
@@ -257,7 +262,7 @@ class Run:
         """One training step on `batch`."""
         for start, end in batch.generation_intervals:
             self._record("generation", start, end, rollout_id)
-        self._trace.groups(batch.group_phases)
+        self._trace.notes(batch.trace_notes)
         self._metrics |= batch.metrics
         self._example = batch.example
         async with self._span("training", "perf/train_time", rollout_id):

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from miles.ray.rollout.rollout_manager import Box
     from miles.ray.supervisor import Supervisor
 
-_TRAINER_GPU_SHARE = 0.4
-
 
 class TrainGroup:
     """The trainer actors of a run."""
@@ -29,9 +27,7 @@ class TrainGroup:
         world_size = num_trainers(args)
         actor_class = ray.remote(TrainActor)
         self.actors = [
-            actor_class.options(**bundles.actor_options(rank, gpu_share=_TRAINER_GPU_SHARE)).remote(
-                args, rank, world_size
-            )
+            actor_class.options(**bundles.actor_options(rank)).remote(args, rank, world_size)
             for rank in range(world_size)
         ]
 

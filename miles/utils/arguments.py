@@ -60,6 +60,7 @@ FLAG_MODULES = (
     "miles.backends.embedded_engine.flags",
     "miles.backends.sglang_utils.flags",
     "miles.utils.http_flags",
+    "miles.utils.memory.flags",
     "miles.utils.tracking_flags",
 )
 """Dotted names, loaded when a command line is parsed, so that utils imports nothing above it."""
@@ -241,7 +242,7 @@ def _validate(
     for rule in [*rules, *(module.check_conflicts for module in modules if hasattr(module, "check_conflicts"))]:
         with mistakes.collecting():
             rule(args)
-    if args.rollout_engine is None and cuda_device_present() and sglang_installed():
+    if args.rollout_engine is None and cuda_device_present() and (args.sglang_python or sglang_installed()):
         args.rollout_engine = "sglang"
     _refuse_what_is_not_available(args, parser, mistakes)
     _refuse_infinite_numbers(args, parser, mistakes)
@@ -297,7 +298,7 @@ def _choose_devices(args: Namespace, given: frozenset[str]) -> None:
         lacking = "sglang" if cuda else "CUDA device"
         raise ValueError(
             f"--rollout-engine is required: SGLang, the default, needs a CUDA device and the package sglang, and there "
-            f"is no {lacking} here. Instead: --rollout-engine embedded"
+            f"is no {lacking} here. Instead: --rollout-engine embedded, or name it: --rollout-engine sglang"
         )
     if args.embedded_device is None:
         args.embedded_device = "cuda" if cuda else "cpu"

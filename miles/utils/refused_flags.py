@@ -160,10 +160,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "weights travel by broadcast only",
-        "--update-weight-transfer-mode broadcast (the default)",
+        "weights travel by broadcast, or as whole files that engines read where they were written",
+        "--update-weight-transfer-mode broadcast (the default), or disk-delta with --update-weight-disk-dir",
         (
-            value("--update-weight-disk-dir"),
             value("--update-weight-local-checkpoint-dir"),
             value("--update-weight-delta-encoding", "xor"),
             value("--update-weight-delta-checksum", "xxh3-128"),
@@ -173,11 +172,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "every run starts its own engines and places them itself",
-        "--rollout-num-gpus; an existing router can be used with --sglang-router-ip and --sglang-router-port",
+        "Ray places the run's processes, and all engines are alike",
+        "--rollout-num-gpus, --rollout-num-gpus-per-engine and the --sglang-* flags",
         (
-            switch("--rollout-external"),
-            values("--rollout-external-engine-addrs"),
             switch("--pin-rollout-manager-to-head"),
             value("--sglang-config"),
         ),
@@ -200,7 +197,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "miles sets this for each server itself",
+        "miles sets this for each server itself (models with code of their own are never trusted)",
         "--hf-checkpoint, --rollout-seed, --rollout-num-gpus-per-engine and --sglang-router-ip/-port",
         tuple(
             values(f"--sglang-{name}")

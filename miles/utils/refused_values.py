@@ -15,12 +15,6 @@ def _only(*allowed: Any) -> Callable[[Any], bool]:
 
 
 REFUSED_VALUES: tuple[RefusedValue, ...] = (
-    RefusedValue(
-        "--rollout-engine",
-        _only(None, "embedded"),
-        "SGLang servers are not available in this release",
-        "--rollout-engine embedded",
-    ),
     RefusedValue("--train-backend", _only("megatron"), "FSDP is not available", "--train-backend megatron"),
     RefusedValue(
         "--advantage-estimator",
@@ -28,7 +22,12 @@ REFUSED_VALUES: tuple[RefusedValue, ...] = (
         "it needs a critic, and there is none",
         "grpo, gspo, reinforce_plus_plus or reinforce_plus_plus_baseline",
     ),
-    RefusedValue("--update-weight-transfer-mode", _only("broadcast"), "weights travel by broadcast only", "broadcast"),
+    RefusedValue(
+        "--update-weight-transfer-mode",
+        _only("broadcast", "disk-delta"),
+        "weights are not written into an engine's memory",
+        "broadcast or disk-delta",
+    ),
     RefusedValue("--qkv-format", _only("thd"), "micro batches are packed without padding", "thd"),
     RefusedValue("--megatron-to-hf-mode", _only("raw"), "megatron-bridge is not used", "raw"),
     RefusedValue(

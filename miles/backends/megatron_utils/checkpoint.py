@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 from miles.backends.megatron_utils.checkpoint_files import assemble, optimizer_files, take_manifests, write_part
 from miles.backends.megatron_utils.gathered_state import GatheredState
-from miles.backends.megatron_utils.hf_export import write_hf_metadata
+from miles.backends.megatron_utils.hf_export import copy_model_files
 from miles.backends.megatron_utils.optimizer_state import OptimizerState, Scalars
 from miles.backends.megatron_utils.safetensors_io import SafetensorsReader, write_file
 from miles.backends.megatron_utils.saving import Saving
@@ -118,7 +118,8 @@ def save(
 
     def complete(part: Path) -> None:
         known = assemble(part, take_manifests(part, state.plan.writers, timeout_secs=timeout))
-        write_hf_metadata(part, {param.dtype for param in state.plan.params}, source=Path(args.hf_checkpoint))
+        kinds = {param.dtype for param in state.plan.params}
+        copy_model_files(Path(args.hf_checkpoint), part, dtypes=kinds)
         write_file(rng, part / _RNG)
         checkpoint_set.write_record(part, record, known)
 

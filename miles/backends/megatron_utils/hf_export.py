@@ -39,11 +39,11 @@ def write_hf_files(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]],
             yield name, tensor
 
     write_sharded(directory, seen())
-    write_hf_metadata(directory, dtypes, source=source)
+    copy_model_files(source, directory, dtypes=dtypes)
 
 
-def write_hf_metadata(directory: Path, dtypes: set[torch.dtype], *, source: Path) -> None:
-    """Config and tokenizer files of a checkpoint whose weights have these number formats."""
+def copy_model_files(source: Path, directory: Path, *, dtypes: set[torch.dtype]) -> None:
+    """Config and tokenizer files, with the number format of the weights beside them."""
     for file in source.iterdir():
         if file.is_file() and file.suffix not in _NOT_COPIED and file.name != INDEX_FILE:
             shutil.copyfile(file, directory / file.name)

@@ -42,7 +42,8 @@ from miles.backends.megatron_utils.optimizer import (
 )
 from miles.backends.megatron_utils.passes import StepScale, log_prob_pass, training_pass
 from miles.backends.megatron_utils.train_data import batch_from_shard, micro_batch, pad_multiple
-from miles.backends.megatron_utils.weight_update import WeightUpdateConfig, WeightUpdater, compare_checksums
+from miles.backends.megatron_utils.updaters import Updater, make_updater
+from miles.backends.megatron_utils.weight_update import WeightUpdateConfig, compare_checksums
 from miles.backends.megatron_utils.weights import load_hf_weights
 from miles.backends.training_utils.advantages import compute_advantages_and_returns
 from miles.backends.training_utils.batching import micro_batch_indices, optimizer_steps
@@ -89,7 +90,7 @@ class MegatronTrainer:
         self._first_trained: int | None = None
         self._unfinished: tuple[int, Saving] | None = None
         self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        self._updater: WeightUpdater | None = None
+        self._updater: Updater | None = None
         try:
             self._build()
         except BaseException:
@@ -357,7 +358,7 @@ class MegatronTrainer:
         if not self.is_weight_source:
             return
         if self._updater is None:
-            self._updater = WeightUpdater(self._update_config)
+            self._updater = make_updater(self._update_config)
         self._updater.connect(engine_urls)
 
     def update_weights(self, *, again: bool = False) -> dict[str, float]:

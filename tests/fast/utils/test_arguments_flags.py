@@ -167,6 +167,7 @@ SAMPLES = {
     "--expert-tensor-parallel-size": "1",
     "--actor-num-nodes": "1",
     "--rollout-num-gpus-per-engine": "1",
+    "--rollout-external-engine-addrs": "127.0.0.1:30000",
     "--hidden-dropout": "0.0",
     "--attention-dropout": "0.0",
     "--num-layers": "2",
@@ -202,6 +203,8 @@ COMPANIONS = {
     "--moe-enable-deepep": ("--moe-token-dispatcher-type", "flex"),
     "--decoder-first-pipeline-num-layers": ("--pipeline-model-parallel-size", "2"),
     "--decoder-last-pipeline-num-layers": ("--pipeline-model-parallel-size", "2"),
+    "--rollout-external": ("--rollout-external-engine-addrs", "127.0.0.1:30000"),
+    "--rollout-external-engine-addrs": ("--rollout-external",),
 }
 NEEDS_MORE = {
     "--use-wandb": "the package wandb",

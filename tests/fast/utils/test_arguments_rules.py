@@ -56,6 +56,10 @@ def test_batch_and_steps_follow_from_each_other(flags: list[str], batch: int, st
         ),
         (["--use-dynamic-batch-size"], "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
         (
+            ["--share-one-gpu"],
+            "--share-one-gpu is for one trainer rank and one engine, got --actor-num-nodes 1, --actor",
+        ),
+        (
             ["--use-dynamic-global-batch-size", "--num-steps-per-rollout", "2"],
             "--use-dynamic-global-batch-size makes one step of a rollout, but --num-steps-per-rollout is 2",
         ),
@@ -260,6 +264,7 @@ def test_each_run_gets_its_own_directory(command_line: CommandLine):
         (["--wandb-group", "mine"], "no effect without --use-wandb: --wandb-group"),
         (["--n-samples-per-prompt", "1"], "so nothing is learned"),
         (["--sequence-parallel"], "--sequence-parallel has no effect with --tensor-model-parallel-size 1"),
+        (["--optimizer-cpu-offload"], "no effect without a GPU, where optimizer states are in CPU memory anyway"),
         (["--recompute-method", "block"], "have no effect without --recompute-granularity full"),
         (["--no-rope-fusion"], "has no effect here because this kernel fusion is off already"),
         (["--moe-token-dispatcher-type", "allgather"], "allgather has no effect: alltoall is used"),
@@ -285,41 +290,6 @@ def test_a_command_line_without_idle_values_warns_of_nothing(
 ):
     command_line.parse("--fully-async", "--max-weight-staleness", "2", "--sglang-server-concurrency", "64")
     assert caplog.records == []
-
-
-@pytest.mark.parametrize(
-    ("cuda", "sglang", "message"),
-    [
-        (False, False, "there is no CUDA device here. Instead: --rollout-engine embedded"),
-        (False, True, "there is no CUDA device here. Instead: --rollout-engine embedded"),
-        (True, False, "there is no sglang here. Instead: --rollout-engine embedded"),
-        (True, True, "--rollout-engine sglang is not available: SGLang servers are not available in this release"),
-    ],
-)
-def test_the_default_engine_is_sglang_where_it_can_run(
-    cuda: bool, sglang: bool, message: str, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("miles.utils.arguments.cuda_device_present", lambda: cuda)
-    monkeypatch.setattr("miles.utils.arguments.sglang_installed", lambda: sglang)
-    with pytest.raises(ValueError) as error:
-        command_line.parse(without=("--rollout-engine",))
-    assert message in str(error.value)
-
-
-def test_sglang_is_refused_with_a_pointer(command_line: CommandLine):
-    with pytest.raises(ValueError, match=r"--rollout-engine sglang is not available.*--rollout-engine embedded"):
-        command_line.parse("--rollout-engine", "sglang")
-
-
-def test_with_sglang_in_place_needs_the_prefix_cache_off(command_line: CommandLine):
-    from miles.backends.sglang_utils.flags import validate
-
-    args = command_line.parse("--pause-generation-mode", "in_place")
-    args.rollout_engine = "sglang"
-    with pytest.raises(ValueError, match=r"in_place .* needs --sglang-disable-radix-cache"):
-        validate(args)
-    args.sglang_disable_radix_cache = True
-    validate(args)
 
 
 def test_devices_follow_the_machine(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch):
