@@ -1,9 +1,9 @@
 """Many epochs that are killed at random moments and resumed; see `tests/run_soak.sh`.
 
 One round is one epoch in which each kind of process is killed once, in a random order, each at a random moment. With
-`--faults` it is one run with fault tolerance, whose engines and their actors are killed and stopped FAULTS_A_ROUND times
-and which ends by itself. Its seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets one
-line a round, so a soak that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` prints
+`--faults` it is one run with fault tolerance, which ends by itself although its engines and their actors are killed or
+stopped FAULTS_A_ROUND times. Its seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets
+one line a round, so a soak that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` prints
 what is there.
 """
 
