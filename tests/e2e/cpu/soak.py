@@ -2,8 +2,8 @@
 
 One round is one epoch in which each kind of process is killed once, in a random order, each at a random moment. With
 `--faults` it is one run with fault tolerance, which ends by itself although its engines and their actors are killed or
-stopped FAULTS_A_ROUND times. Its seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets
-one line a round, so a soak that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` prints
+stopped FAULTS_A_ROUND times. The seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets
+one line a round, so a soak that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` shows
 what is there.
 """
 
