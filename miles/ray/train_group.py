@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from miles.ray.rollout.rollout_manager import Box
     from miles.ray.supervisor import Supervisor
 
-_TRAINER_GPU_SHARE = 0.4
-
 
 class TrainGroup:
     """The trainer actors of a run."""
 
     def __init__(self, args: Namespace, bundles: Bundles) -> None:
         self._logs = Path(args.run_dir) / "logs"
-        world_size = num_trainers(args)
+        world_size, ranks_per_node = num_trainers(args), int(args.actor_num_gpus_per_node)
         actor_class = ray.remote(TrainActor)
         self.actors = [
-            actor_class.options(**bundles.actor_options(rank, gpu_share=_TRAINER_GPU_SHARE)).remote(
+            actor_class.options(**bundles.actor_options(rank // ranks_per_node, gpu_share=1)).remote(
                 args, rank, world_size
             )
             for rank in range(world_size)

@@ -29,7 +29,6 @@ REFUSED_VALUES: tuple[RefusedValue, ...] = (
     RefusedValue("--context-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
     RefusedValue("--expert-model-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
     RefusedValue("--expert-tensor-parallel-size", _only(1, None), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--actor-num-nodes", _only(1), "training on several nodes is not available yet", "1"),
     RefusedValue("--update-weight-transfer-mode", _only("broadcast"), "weights travel by broadcast only", "broadcast"),
     RefusedValue("--qkv-format", _only("thd"), "micro batches are packed without padding", "thd"),
     RefusedValue("--megatron-to-hf-mode", _only("raw"), "megatron-bridge is not used", "raw"),

@@ -26,9 +26,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The resources of the cluster; a test changes them."""
     resources: dict[str, float] = {"CPU": 8.0}
     monkeypatch.setattr("miles.ray.placement_group.ray.cluster_resources", lambda: resources)
-    monkeypatch.setattr(
-        "miles.ray.placement_group.ray.nodes", lambda: [{"Alive": True, "Resources": {"GPU": resources.get("GPU", 0)}}]
-    )
+    monkeypatch.setattr("miles.ray.placement_group.ray.nodes", lambda: [{"Alive": True, "Resources": dict(resources)}])
     monkeypatch.setattr("miles.ray.placement_group.ray.available_resources", lambda: {"CPU": 0.0})
     return resources
 
@@ -46,13 +44,13 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     return bundles
 
 
-def test_a_cluster_without_gpus_gives_a_cpu_to_each_rank_and_engine_trainers_first(
+def test_a_cluster_without_gpus_gives_a_cpu_to_each_rank_and_engine_training_nodes_first(
     cluster: dict[str, float], requested: list[dict[str, float]]
 ) -> None:
     placement = create_placement(args())
-    assert requested == [{"CPU": 1.0}] * 5
-    assert (placement.trainers.offset, placement.trainers.count) == (0, 2)
-    assert (placement.engines.offset, placement.engines.count) == (2, 3)
+    assert requested == [{"CPU": 2.0}] + [{"CPU": 1.0}] * 3
+    assert (placement.trainers.offset, placement.trainers.count) == (0, 1)
+    assert (placement.engines.offset, placement.engines.count) == (1, 3)
 
 
 def test_engines_that_only_evaluate_come_last_and_have_a_manager(
@@ -64,14 +62,40 @@ def test_engines_that_only_evaluate_come_last_and_have_a_manager(
         create_placement(flags)
     cluster["CPU"] = 9
     placement = create_placement(flags)
-    assert len(requested) == 7
-    assert (placement.eval_engines.offset, placement.eval_engines.count) == (5, 2)
+    assert len(requested) == 6
+    assert (placement.eval_engines.offset, placement.eval_engines.count) == (4, 2)
 
 
 def test_a_cluster_with_gpus_gives_one_to_each(cluster: dict[str, float], requested: list[dict[str, float]]) -> None:
     cluster["GPU"] = 5
     create_placement(args())
-    assert requested == [{"CPU": 1.0, "GPU": 1.0}] * 5
+    assert requested == [{"CPU": 2.0, "GPU": 2.0}] + [{"CPU": 1.0, "GPU": 1.0}] * 3
+
+
+def test_the_ranks_of_a_training_node_are_one_bundle_of_which_each_takes_a_gpu(
+    cluster: dict[str, float], requested: list[dict[str, float]]
+) -> None:
+    cluster |= {"GPU": 17, "CPU": 32}
+    flags = args(trainers=8, engines=1)
+    flags.actor_num_nodes = 2
+    placement = create_placement(flags)
+    assert requested == [{"CPU": 8.0, "GPU": 8.0}] * 2 + [{"CPU": 1.0, "GPU": 1.0}]
+    options = placement.trainers.actor_options(1, gpu_share=1)
+    assert (options["num_gpus"], options["num_cpus"]) == (1, 1)
+    assert options["scheduling_strategy"].placement_group_bundle_index == 1
+    assert placement.engines.offset == 2
+
+
+@pytest.mark.parametrize("resource", ["GPU", "CPU"])
+def test_more_ranks_than_any_node_has_room_for_are_an_error_at_once(
+    cluster: dict[str, float], requested: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch, resource: str
+) -> None:
+    cluster |= {"CPU": 64, resource: 64}
+    nodes = [{"Alive": True, "Resources": {resource: 4.0}}] * 16
+    monkeypatch.setattr("miles.ray.placement_group.ray.nodes", lambda: nodes)
+    with pytest.raises(ValueError, match=rf"--actor-num-gpus-per-node 8: no node .* has more than 4 {resource}s"):
+        create_placement(args(trainers=8))
+    assert requested == []
 
 
 def test_the_gpus_of_an_engine_on_one_node_are_one_bundle(
@@ -81,11 +105,11 @@ def test_the_gpus_of_an_engine_on_one_node_are_one_bundle(
     flags = args(engines=8)
     flags.rollout_num_gpus_per_engine, flags.num_gpus_per_node = 4, 2
     placement = create_placement(flags)
-    assert requested == [{"CPU": 1.0, "GPU": 1.0}] * 2 + [{"CPU": 2.0, "GPU": 2.0}] * 4
-    assert (placement.engines.offset, placement.engines.count, placement.engines.num_gpus) == (2, 4, 2)
+    assert requested == [{"CPU": 2.0, "GPU": 2.0}] * 5
+    assert (placement.engines.offset, placement.engines.count, placement.engines.num_gpus) == (1, 4, 2)
     options = placement.engines.actor_options(3)
     assert (options["num_gpus"], options["num_cpus"]) == (2, 2)
-    assert options["scheduling_strategy"].placement_group_bundle_index == 5
+    assert options["scheduling_strategy"].placement_group_bundle_index == 4
 
 
 def test_an_engine_larger_than_every_node_is_an_error_at_once(
@@ -105,7 +129,7 @@ def test_external_engines_take_no_place(cluster: dict[str, float], requested: li
     flags = args()
     flags.rollout_external = True
     assert create_placement(flags).engines.count == 0
-    assert len(requested) == 2
+    assert len(requested) == 1
 
 
 @pytest.mark.parametrize(
