@@ -32,6 +32,7 @@ from miles.ray.eval import make_eval_dispatcher
 from miles.ray.faults import tolerates_engine_faults
 from miles.ray.placement_group import create_placement
 from miles.ray.process_list import ProcessList
+from miles.ray.ray_processes import own_ray_processes
 from miles.ray.rollout.rollout_manager import GeneratedBatch, RolloutManager
 from miles.ray.step_metrics import fully_async_driver_metrics
 from miles.ray.steps import Steps
@@ -100,6 +101,7 @@ class Run:
         try:
             self._tracker = Tracker(self.args, self.run_dir)
             self._cluster.connect()
+            self._supervisor.watch_ray(own_ray_processes())
             await self._start_actors()
         except BaseException:
             await self._shut_down()
@@ -190,7 +192,8 @@ class Run:
     async def _write_processes(self, eval_pids: dict[str, int]) -> None:
         rollout = await self._supervisor.wait(self.manager.pids.remote())
         trainers = await self._supervisor.wait(self.trainers.pids())
-        self._processes.learn({**rollout, **trainers, **eval_pids})
+        ray_itself = {process.name: process.pid for process in own_ray_processes()}
+        self._processes.learn({**rollout, **trainers, **eval_pids, **ray_itself})
         self._supervisor.learn_pids({**rollout, **trainers})
 
     def _learn_of_engines(self, view: FleetView) -> None:

@@ -58,6 +58,10 @@ class TrainGroup:
         """Write a checkpoint set; the staged file at `rollout_state` becomes its rollout part."""
         await self._call("save", rollout_id, rollout_state)
 
+    async def finish_saving(self) -> None:
+        """Wait for the set that is still being written (--async-save)."""
+        await self._call("finish_saving")
+
     async def export_hf(self, directory: str) -> None:
         await self._call("export_hf", directory)
 

@@ -266,10 +266,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "checkpoints are written at once, and all of them are kept",
+        "all checkpoints are kept",
         "--save with --save-interval; delete old sets outside the run",
         (
-            switch("--async-save"),
             value("--save-retain-interval", kind=int),
             value("--ref-ckpt-step", kind=int),
         ),

@@ -54,7 +54,7 @@ class GroupPhase(NamedTuple):
 class SampleSpan(NamedTuple):
     """One attempt at a sample, from its first request to its last answer. Times in seconds since the epoch."""
 
-    index: int | None
+    sample_index: int | None
     group_index: int | None
     start: float
     end: float
@@ -95,9 +95,13 @@ class TraceWriter:
 
     def notes(self, notes: Iterable[GroupPhase | SampleSpan]) -> None:
         """What the rollout has seen: phases of one group in their order."""
-        groups, samples = [], []
+        groups: list[GroupPhase] = []
+        samples: list[SampleSpan] = []
         for note in notes:
-            (groups if isinstance(note, GroupPhase) else samples).append(note)
+            if isinstance(note, GroupPhase):
+                groups.append(note)
+            else:
+                samples.append(note)
         self._write("groups", (event for phase in groups for event in self._phase(phase)))
         self._write("samples", (event for sample in samples for event in self._sample(sample)))
 
@@ -203,7 +207,7 @@ class TraceWriter:
         name = "eval sample" if s.evaluation else "sample"
         event = {"cat": name, "name": name, "id": f"sample-{self._samples}", "pid": pid, "tid": 0}
         start = self._micros(s.start)
-        args = {"sample": s.index, "group": s.group_index, "ended": s.outcome, "response tokens": s.tokens}
+        args = {"sample": s.sample_index, "group": s.group_index, "ended": s.outcome, "response tokens": s.tokens}
         if len(s.engines) > 1:
             args["engines"] = " ".join(s.engines)
         yield event | {"ph": "b", "ts": start, "args": args}

@@ -573,7 +573,7 @@ def test_the_router_does_not_take_out_a_paused_engine(engine: Engine, tmp_path: 
         waiting = engine.pool.submit(router.generate, 2)
         engine.ok("/continue_generation", {})
         assert len(waiting.result()["output_ids"]) == 2
-        asyncio.run(RouterClient(router.url).remove_engine(engine.url))
+        asyncio.run(RouterClient(router.url).remove_engines([engine.url]))
         assert router.call("/generate", {"input_ids": PROMPT})[0] == 503
 
 

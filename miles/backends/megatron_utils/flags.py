@@ -207,6 +207,12 @@ def _add_checkpoint_flags(parser: ArgumentParser) -> None:
         "--save-interval", type=int, default=None, help="Save after every this many rollouts. None: never."
     )
     group.add_argument(
+        "--async-save",
+        action="store_true",
+        default=False,
+        help="Write checkpoints beside the training, from a copy of the state in CPU memory.",
+    )
+    group.add_argument(
         "--save-hf",
         type=str,
         default=None,

@@ -79,6 +79,15 @@ class GatherPlan:
             )
         )
 
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The ranks among which the whole model is shared out for writing: the first owner of each parameter."""
+        return tuple(sorted({param.owners[0] for param in self.params}))
+
+    def of_writer(self, rank: int) -> GatherPlan:
+        """The parameters that this rank writes."""
+        return GatherPlan(tuple(param for param in self.params if param.owners[0] == rank))
+
     def only(self, names: Collection[str]) -> GatherPlan:
         """The parameters with these first Hugging Face names."""
         return GatherPlan(tuple(param for param in self.params if param.spec.hf_names[0] in names))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def wrap_data_parallel(stages: Sequence[torch.nn.Module], args: Namespace) -> list[torch.nn.Module]:
+def wrap_data_parallel(stages: Sequence[torch.nn.Module], args: Namespace) -> list[DistributedDataParallel]:
     """Gradients accumulate in one flat buffer a stage over micro-batches and are reduced once, behind the last."""
     config = get_model_config(stages[0])
     ddp_config = DistributedDataParallelConfig(

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
+    from miles.backends.megatron_utils.saving import Saving
     from miles.backends.megatron_utils.train_data import MicroBatch
     from miles.backends.megatron_utils.wire import Piece
 
@@ -87,6 +88,7 @@ class MegatronTrainer:
         self.weight_version = 0
         self._lineage: tuple[checkpoint.Leg, ...] = ()
         self._first_trained: int | None = None
+        self._unfinished: tuple[int, Saving] | None = None
         self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         self._updater: Updater | None = None
         try:
@@ -130,18 +132,20 @@ class MegatronTrainer:
     def save(self, rollout_id: int, rollout_state: str | None = None) -> str:
         """Write a checkpoint set that continues after `rollout_id` under `--save`; returns its directory.
 
-        It appears complete or not at all: written beside, then renamed, then pointed to. `rollout_state` is the staged
-        file that becomes the rollout side's part of the set.
+        It appears complete or not at all: written beside, then renamed, then pointed to; with `--async-save` some time
+        after this has returned (`finish_saving` waits for it). `rollout_state` is the staged file that becomes the
+        rollout side's part of the set.
         """
         directory = getattr(self._args, "save", None)
         if not directory:
             raise ValueError("--save must name a directory to write checkpoints")
+        self.finish_saving()
         own_leg = checkpoint.Leg(
             run=Path(getattr(self._args, "run_dir", None) or "").name,
             first=rollout_id if self._first_trained is None else self._first_trained,
             last=rollout_id,
         )
-        path = checkpoint.save(
+        saving = checkpoint.save(
             directory,
             self._training_state(),
             checkpoint.Progress(rollout_id, self.weight_version, (*self._lineage, own_leg)),
@@ -149,9 +153,19 @@ class MegatronTrainer:
             args=self._args,
             rollout_state=rollout_state,
         )
+        self._unfinished = (rollout_id, saving)
+        if not getattr(self._args, "async_save", False):
+            self.finish_saving()
+        return str(saving.path)
+
+    def finish_saving(self) -> None:
+        """Wait for the set that is being written, if there is one; raises what went wrong with it."""
+        if self._unfinished is None:
+            return
+        (rollout_id, saving), self._unfinished = self._unfinished, None
+        saving.finish()
         if self.is_weight_source:
-            self._hooks.post_save(self._args, rollout_id, path)
-        return path
+            self._hooks.post_save(self._args, rollout_id, str(saving.path))
 
     def export_hf(self, directory: str) -> None:
         """Write config, tokenizer and weights so that `from_pretrained(directory)` loads them."""
@@ -373,7 +387,13 @@ class MegatronTrainer:
         return timings or {}
 
     def close(self) -> None:
-        """Leave all groups. Idempotent; bounded even where engines are gone."""
+        """Leave all groups, after the set that is being written. Idempotent; bounded even where engines are gone."""
+        try:
+            self.finish_saving()
+        finally:
+            self._leave_groups()
+
+    def _leave_groups(self) -> None:
         if self._updater is not None:
             self._updater.close()
             self._updater = None

@@ -52,10 +52,15 @@ class Engine(Protocol):
 
 
 def make_engine(args: Namespace, index: int, bundles: Bundles, kind: str = "engine") -> Engine:
-    """Engine `index` of the run, or of those that only evaluate (`kind` eval-engine), not yet started."""
-    if getattr(args, "rollout_external", False):
-        return ExternalEngine(args, f"{kind}-{index}", engine_url(args.rollout_external_engine_addrs[index]))
+    """Engine `index`, not yet started; another one in the place of one that has died."""
+    if kind == "engine" and getattr(args, "rollout_external", False):
+        return ExternalEngine(args, f"{kind}-{index}", external_engine_urls(args)[index])
     return RayEngine(args, index, bundles, kind)
+
+
+def external_engine_urls(args: Namespace) -> list[str]:
+    """The addresses of --rollout-external-engine-addrs as URLs."""
+    return [engine_url(address) for address in args.rollout_external_engine_addrs]
 
 
 class RayEngine:

@@ -26,11 +26,11 @@ from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
 from miles.ray.faults import tolerates_engine_faults
 from miles.ray.rollout.engine import make_engine
-from miles.ray.rollout.engine_fleet import EngineFleet
+from miles.ray.rollout.engine_fleet import EngineFleet, Registry
 from miles.ray.rollout.engine_health import EngineHealth, HealthConfig
 from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
-from miles.ray.rollout.router import RouterClient, make_router
+from miles.ray.rollout.router import make_router
 from miles.ray.rollout.train_data import (
     args_of_last_batch,
     convert_samples_to_train_data,
@@ -281,7 +281,7 @@ class RolloutManager:
         return busy.drain() if busy is not None else []
 
 
-def make_fleet(args: Namespace, bundles: Bundles, router: RouterClient) -> EngineFleet:
+def make_fleet(args: Namespace, bundles: Bundles, router: Registry) -> EngineFleet:
     """The engines of the run, not yet started."""
     tolerates_faults = tolerates_engine_faults(args)
     return EngineFleet(

@@ -51,10 +51,10 @@ class RouterClient:
                 while not set(engine_urls) <= await _healthy_engines(session):  # noqa: ASYNC110 - a remote state
                     await asyncio.sleep(_REGISTRATION_POLL_SECS)
 
-    async def remove_engine(self, url: str) -> None:
-        """Send nothing to this engine any more. Nothing where it is not registered."""
+    async def remove_engines(self, engine_urls: list[str]) -> None:
+        """Take engines out and wait until the router has forgotten them. One that it does not know is no error."""
         async with aiohttp.ClientSession(self.url) as session, asyncio.timeout(_REGISTRATION_TIMEOUT_SECS):
-            while ids := [worker["id"] for worker in await _workers(session) if worker["url"] == url]:
+            while ids := [worker["id"] for worker in await _workers(session) if worker["url"] in engine_urls]:
                 for worker_id in ids:
                     async with session.delete(f"/workers/{worker_id}") as response:
                         if response.status != 404:  # gone meanwhile
@@ -156,7 +156,7 @@ class ExternalRouter(RouterClient):
         """Take the run's engines out, where the router still answers."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it is gone: nothing is left to take out
             async with asyncio.timeout(_STOP_SECS):
-                await asyncio.gather(*(self.remove_engine(url) for url in self._added))
+                await self.remove_engines(self._added)
 
 
 def make_router(args: Namespace) -> Router | ExternalRouter:

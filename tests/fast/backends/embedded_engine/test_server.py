@@ -324,6 +324,19 @@ async def test_health_answers_at_once_while_paused_and_health_generate_times_out
         assert await client.get("/health_generate") == (200, "")
 
 
+async def test_a_full_engine_that_goes_on_generating_is_healthy(model_dir: Path) -> None:
+    """The token that /health_generate asks for waits behind what runs, for longer than the health timeout."""
+    async with serving(EngineConfig(str(model_dir), max_running_requests=1, health_timeout=0.2)) as client:
+        tasks = await client.start()
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 480, "ignore_eos": True}}
+        tasks += [asyncio.create_task(client.post("/generate", body)) for _ in range(3)]
+        await client.until(lambda state: state["num_waiting_reqs"] == 3)
+        assert await client.get("/health_generate") == (200, "")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_pause_abort_ends_what_runs_and_holds_what_comes(client: Client) -> None:
     tasks = await client.start(2)
     assert await client.post("/pause_generation", {}) == (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fast.backends.megatron_utils.parallel_main import Job, run, run_world
+from tests.fast.backends.megatron_utils.parallel_main import Job, assert_equal, run, run_world
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,22 +50,6 @@ MOE = {
     "pipeline": {PP: 2},
     "data": {},
 }
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any], where: Any, tolerance: float = 1e-5) -> None:
-    for want, got in zip(expected["metrics"], found["metrics"], strict=True):
-        names = {
-            key for key in want if not key.startswith(("perf/", "train/lr-pg_"))
-        }  # experts have a group of their own
-        assert names <= got.keys(), where
-        for key in names:
-            assert got[key] == pytest.approx(want[key], abs=tolerance), (where, key)
-    if not found["weights"]:
-        return
-    assert found["weights"].keys() == expected["weights"].keys(), where
-    for key, tensor in expected["weights"].items():
-        difference = (found["weights"][key] - tensor).abs().max().item()
-        assert difference <= tolerance, (where, key, difference)
 
 
 def test_every_layout_of_four_ranks_equals_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -81,9 +81,9 @@ class Cluster:
         await self.registration.wait()
         self.registered |= set(urls)
 
-    async def remove_engine(self, url: str) -> None:
-        self.log.append(f"unregister {url}")
-        self.registered.discard(url)
+    async def remove_engines(self, urls: list[str]) -> None:
+        self.log += [f"unregister {url}" for url in urls]
+        self.registered -= set(urls)
         self.unregistered.set()
 
     async def fails_to_generate(self, url: str) -> str | None:

@@ -90,8 +90,8 @@ async def test_adding_and_removing_waits_until_it_is_done(router: tuple[FakeRout
     # The router serves an engine already: that is not the one that is waited for.
     await client.add_engines(["http://b:2"])
     assert set(fake.workers) == {"1", "2"}
-    await client.remove_engine("http://a:1")
-    await client.remove_engine("http://nobody:3")
+    await client.remove_engines(["http://a:1"])
+    await client.remove_engines(["http://nobody:3"])
     assert set(fake.workers) == {"2"}
 
 
