@@ -148,3 +148,12 @@ async def test_replay_data_is_read_by_flag():
     assert sample.rollout_routed_experts.shape == (2, 3, 2)
     assert (sample.rollout_routed_experts.ravel() == experts).all()
     sample.validate()
+
+
+@pytest.mark.parametrize("ids", [[1, 100], [-1, 5]])
+def test_a_token_id_that_the_model_does_not_have_is_never_sent(ids: list[int]):
+    args = make_args(engine_vocab_size=100)
+    with pytest.raises(ValueError, match=r"token id (100|-1) is outside the model's vocabulary of 100"):
+        compute_request_payload(args, ids, {"max_new_tokens": 1})
+    for fine in ([0, 99], []):
+        assert compute_request_payload(args, fine, {"max_new_tokens": 1})[0] is not None
