@@ -50,8 +50,10 @@ DENSE = {
     "tensor-distributed": {TP: 2, "use_distributed_optimizer": True},
     "sequence": {TP: 2, PP: 2, "sequence_parallel": True},
     "context": {CP: 2, **DYNAMIC},
+    "uneven-pipeline": {PP: 2, "decoder_first_pipeline_num_layers": 1},
     "context-sequence": {CP: 2, TP: 2, "sequence_parallel": True, "use_distributed_optimizer": True},
     "context-pipeline": {CP: 2, PP: 2},
+    "recompute-selective": {TP: 2, CP: 2, "recompute_granularity": "selective"},
     "recompute": {
         TP: 2,
         PP: 2,
