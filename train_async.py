@@ -37,7 +37,7 @@ async def train(args: Namespace) -> None:
             upcoming = None if args.fully_async or is_last else run.generate(rollout_id + 1)
             await run.train(rollout_id, batch)
             await run.save_if_due(rollout_id)
-            if (rollout_id + 1) % args.update_weights_interval == 0:
+            if (rollout_id + 1) % args.update_weights_interval == 0 or await run.engine_waits_for_weights():
                 if upcoming is not None:
                     await run.wait_for_batch(upcoming)
                 await run.update_weights()

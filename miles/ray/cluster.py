@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
-import tempfile
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,8 @@ import ray
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
+from miles.ray.rollout.engine_size import EngineSize
+from miles.ray.temporary import OwnedDirectory
 from miles.rollout.eval_flags import eval_way
 from miles.utils.arguments import check_runtime_env
 
@@ -48,8 +48,9 @@ class RayCluster:
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
-        self._num_actors = num_trainers(args) + num_engines(args) + num_eval_gpus(args) + num_managers(args)
-        self._temp_dir: str | None = None
+        engines = EngineSize.from_args(args).num_bundles + EngineSize.of_evaluation(args).num_bundles
+        self._num_actors = num_trainers(args) + engines + num_managers(args)
+        self._directory: OwnedDirectory | None = None
 
     def connect(self) -> None:
         """Start or join the cluster. Takes some seconds."""
@@ -68,7 +69,7 @@ class RayCluster:
                 ray.init(**options)
             return
         # Unix sockets live below this directory and their paths may have 107 characters at most: keep it short.
-        self._temp_dir = tempfile.mkdtemp(prefix="miles-ray-")
+        self._directory = OwnedDirectory("miles-ray-")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         with _our_signal_handlers():
             ray.init(
@@ -76,15 +77,15 @@ class RayCluster:
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, self._num_actors),
                 include_dashboard=False,
-                _temp_dir=self._temp_dir,
+                _temp_dir=str(self._directory.path),
                 _node_ip_address=_RAY_ADDRESS_ON_LOOPBACK,
             )
 
     def disconnect(self) -> None:
         """Leave the cluster; a private one ends with all its processes, and its directory goes."""
         ray.shutdown()
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        if self._directory is not None:
+            self._directory.remove()
 
 
 @contextmanager
@@ -118,16 +119,8 @@ def job_env_vars() -> dict[str, str]:
 
 
 def num_engines(args: Namespace) -> int:
+    """Engines that generate for training, external ones included."""
     return int(args.rollout_num_gpus) // int(args.rollout_num_gpus_per_engine)
-
-
-def num_eval_gpus(args: Namespace) -> int:
-    """GPUs (or processes where there is none) of the engines that only evaluate."""
-    return int(getattr(args, "eval_num_gpus", 0))
-
-
-def num_eval_engines(args: Namespace) -> int:
-    return num_eval_gpus(args) // int(getattr(args, "eval_num_gpus_per_engine", 1))
 
 
 def num_managers(args: Namespace) -> int:

@@ -32,9 +32,10 @@ class Admission:
         self.handed = 0
         """Groups given to the trainer under the current version."""
 
-    def admits(self, held: int) -> bool:
-        """Whether one more group may start while `held` groups have started and have not been handed over."""
-        return self.window is None or held + self.handed < self.window
+    def admits(self, held: int, most: int) -> int:
+        """How many more groups may start, `most` at most, while `held` ones have started and have not been handed
+        over."""
+        return most if self.window is None else max(0, min(most, self.window - self.handed - held))
 
     def version_changes(self) -> None:
         self.handed = 0

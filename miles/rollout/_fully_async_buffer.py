@@ -20,14 +20,14 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from miles.rollout._fully_async_ledger import GroupKey
 from miles.utils.misc import load_function
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from miles.rollout._fully_async_groups import Group, PromptGroup
-    from miles.rollout._fully_async_ledger import GroupKey
     from miles.rollout._fully_async_refusals import Refusals
 
 
@@ -45,23 +45,15 @@ class DataBufferConstructorInput:
     """Estimated bytes that should wait at most, None for any number."""
 
 
-_new_tuple = tuple.__new__
-
-
 class DataBufferInput(tuple[Any, Any]):
     """A finished group: `(prompt_group, group)`. `key` is its entry in the books; None where somebody else made it."""
 
     key: GroupKey | None
 
     def __new__(cls, prompt_group: PromptGroup, group: Group, key: GroupKey | None = None) -> DataBufferInput:
-        self = _new_tuple(cls, (prompt_group, group))
+        self = tuple.__new__(cls, (prompt_group, group))
         self.key = key
         return self
-
-    @property
-    def entry(self) -> GroupKey:
-        assert self.key is not None
-        return self.key
 
     @property
     def prompt_group(self) -> PromptGroup:
@@ -104,33 +96,13 @@ class DefaultDataBuffer:
     def qsize(self) -> int:
         return 0 if self.queue is None else self.queue.qsize()
 
-    def put_at_once(self, item: DataBufferInput) -> bool:
-        """`put` where that need not wait; else nothing happens."""
-        if self.queue is None or self.capacity_bytes is not None:
-            return False
-        try:
-            self.queue.put_nowait(item)
-        except asyncio.QueueFull:
-            return False
-        self.size_bytes += item.entry.size_bytes
-        return True
+    def put_nowait(self, key: GroupKey) -> None:
+        """Whatever its bytes are. Raises asyncio.QueueFull."""
+        (self.queue or self.open()).put_nowait(key)
+        self.size_bytes += key.size_bytes
 
-    def put_restored(self, items: Sequence[DataBufferInput]) -> int:
-        """Take the youngest of these groups as far as there is room; the number of the others, which are the oldest.
-        Before anything else is put."""
-        queue, first, size = self.open(), len(items), 0
-        while first and (not queue.maxsize or len(items) - first < queue.maxsize):
-            size += items[first - 1].entry.size_bytes
-            if self.capacity_bytes is not None and size > self.capacity_bytes:
-                break
-            first -= 1
-        for item in items[first:]:
-            queue.put_nowait(item)
-            self.size_bytes += item.entry.size_bytes
-        return first
-
-    async def put(self, item: DataBufferInput) -> None:
-        size = 0 if item.key is None else item.key.size_bytes
+    async def put(self, item: DataBufferInput | GroupKey) -> None:
+        size = _size(item)
         if self.capacity_bytes is not None:
             while self.size_bytes and self.size_bytes + size > self.capacity_bytes:
                 self._shrunk.clear()
@@ -143,26 +115,31 @@ class DefaultDataBuffer:
             raise
 
     async def get(self, **context: Any) -> Any:
-        return self._taken(await self.open().get())
+        item = await self.open().get()
+        self._shrink(_size(item))
+        return item
 
     def get_nowait(self) -> Any:
         """The oldest group. Raises asyncio.QueueEmpty."""
-        return self._taken((self.queue or self.open()).get_nowait())
+        item = (self.queue or self.open()).get_nowait()
+        self.size_bytes -= item.size_bytes if item.__class__ is GroupKey else _size(item)
+        if self.capacity_bytes is not None:
+            self._shrunk.set()
+        return item
 
     def get_metrics(self) -> dict[str, Any]:
         return {}
-
-    def _taken(self, item: Any) -> Any:
-        if item.__class__ is DataBufferInput and item.key is not None:
-            self.size_bytes -= item.key.size_bytes
-            if self.capacity_bytes is not None:
-                self._shrunk.set()
-        return item
 
     def _shrink(self, size: int) -> None:
         self.size_bytes -= size
         if self.capacity_bytes is not None:
             self._shrunk.set()
+
+
+def _size(item: Any) -> int:
+    """Estimated bytes; 0 for what others have put into the queue."""
+    key: Any = getattr(item, "key", None) if isinstance(item, DataBufferInput) else item
+    return key.size_bytes if isinstance(key, GroupKey) else 0
 
 
 def build_store(args: Namespace, refusals: Refusals, capacity_groups: int) -> DataBuffer:

@@ -1,7 +1,9 @@
 """Finished groups between generation and the drain: the store, and in front of it what was taken and given back.
 
-put ---> store (first in, first out, or a custom one) ---> take
-             put_back, restore ---> returned (first) -------^
+put ---> line, while there is no room ---> store (first in, first out, or a custom one) ---> take
+                   put_back, restore ---> returned (first) ------------------------------------^
+
+Who takes a group gives its place to the first in the line, in the same step.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from miles.rollout._fully_async_buffer import DataBuffer, DataBufferInput, DefaultDataBuffer
 from miles.rollout._fully_async_groups import take_stock
-from miles.rollout._fully_async_ledger import Owner
+from miles.rollout._fully_async_ledger import GroupKey, Owner
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from miles.rollout._fully_async_ledger import GroupKey, GroupLedger
+    from miles.rollout._fully_async_ledger import GroupLedger
     from miles.rollout._fully_async_versions import VersionLabel
     from miles.rollout._fully_async_window import ActiveTime
+
+_QUEUED = Owner.QUEUED
 
 
 class FinishedGroups:
@@ -27,14 +31,14 @@ class FinishedGroups:
 
     def __init__(self, store: DataBuffer, ledger: GroupLedger, blocked: ActiveTime) -> None:
         self.store = store
-        self.returned: deque[DataBufferInput] = deque()
+        self.returned: deque[GroupKey] = deque()
         self.waiting_puts = 0
         """Finished groups that wait for room."""
 
-        self._builtin = store if isinstance(store, DefaultDataBuffer) else None
+        self._builtin = store if store.__class__ is DefaultDataBuffer else None
         self._ledger = ledger
-        self._entrance = asyncio.Lock()
-        self._one_taken = asyncio.Event()  # of the returned ones
+        self._line: deque[tuple[GroupKey, asyncio.Future[None]]] = deque()
+        self._returned_bytes = 0
         self._blocked = blocked
 
     @property
@@ -46,8 +50,8 @@ class FinishedGroups:
     def size_bytes(self) -> int:
         """Estimated bytes of the groups that wait for the trainer."""
         if self._builtin is None:
-            return sum(key.size_bytes for key in self._ledger.held_by(Owner.QUEUED))
-        return self._builtin.size_bytes + sum(item.entry.size_bytes for item in self.returned)
+            return sum(key.size_bytes for key in self._ledger.held_by(_QUEUED))
+        return self._builtin.size_bytes + self._returned_bytes
 
     @property
     def queue(self) -> asyncio.Queue[Any] | None:
@@ -63,78 +67,112 @@ class FinishedGroups:
         if self._builtin is not None:
             self._builtin.open()
 
-    def put_at_once(self, item: DataBufferInput) -> bool:
-        """`put` where that need not wait; else nothing happens."""
-        if self.waiting_puts or self._builtin is None or self._is_full_of_returned:
+    # ---- in
+
+    def put_at_once(self, key: GroupKey, *, first_in_line: bool = False) -> bool:
+        """`put` where that need not wait; else nothing happens: there is no room in the built-in store, of which what
+        was given back takes up its part, or others wait for it."""
+        builtin = self._builtin
+        if builtin is None or (self._line and not first_in_line):
             return False
-        if not self._builtin.put_at_once(item):
+        if (self.returned or builtin.capacity_bytes is not None) and not self._has_room(key, builtin):
             return False
-        self._ledger.queue(item.entry)
+        try:
+            builtin.put_nowait(key)
+        except asyncio.QueueFull:
+            return False
+        self._ledger.queue(key)
         return True
 
-    async def put(self, item: DataBufferInput) -> None:
+    async def put(self, key: GroupKey) -> None:
         """IN_FLIGHT to QUEUED, once there is room; unless a custom store has refused the group.
 
         Into the built-in store in the order of the calls: a large group that waits for many bytes must not see small
         ones pass for ever.
         """
+        if not self.waiting_puts:
+            self._blocked.begin(self._ledger.clock())
         self.waiting_puts += 1
-        self._blocked.begin(self._ledger.clock())
         try:
             if self._builtin is None:
-                await self.store.put(item)
+                await self.store.put(DataBufferInput(key.prompt_group, key.group or [], key))
+                if key.owner is Owner.IN_FLIGHT:  # else it was refused, or has been handed out already
+                    self._ledger.queue(key)
             else:
-                async with self._entrance:
-                    await self._put_in_turn(item)
+                let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._line.append((key, let_in))
+                await let_in
+        except asyncio.CancelledError:
+            self._fill()  # there may be room for the next one in the line, if that is smaller
+            raise
         finally:
             self.waiting_puts -= 1
-            self._blocked.end(self._ledger.clock())
-        key = item.entry
-        if key.owner is Owner.IN_FLIGHT:  # a custom store may have refused it, or have handed it out already
-            self._ledger.queue(key)
+            if not self.waiting_puts:
+                self._blocked.end(self._ledger.clock())
+
+    def _fill(self) -> None:
+        """Let in those that stand in line, in order, as far as there is room: for each IN_FLIGHT to QUEUED."""
+        line = self._line
+        while line:
+            key, let_in = line[0]
+            if not let_in.done():  # else its task was cancelled
+                if not self.put_at_once(key, first_in_line=True):
+                    return
+                let_in.set_result(None)
+            line.popleft()
+
+    def _has_room(self, key: GroupKey, builtin: DefaultDataBuffer) -> bool:
+        """Whether neither groups nor bytes are too many with this one; a group that is too large alone may enter."""
+        groups = len(self.returned) + builtin.qsize()
+        if not groups:
+            return True
+        most_bytes = builtin.capacity_bytes
+        return groups < builtin.capacity_groups and (
+            most_bytes is None or self.size_bytes + key.size_bytes <= most_bytes
+        )
+
+    # ---- back, in front
 
     def put_back(self, keys: Iterable[GroupKey]) -> None:
         """DRAINED to QUEUED, in front of everything else and in their order."""
-        items = [DataBufferInput(key.prompt_group, key.group or [], key) for key in keys]
-        for item in items:
-            self._ledger.queue(item.entry)
-        self.returned.extendleft(reversed(items))
+        keys = list(keys)
+        for key in keys:
+            self._ledger.queue(key)
+            self._returned_bytes += key.size_bytes
+        self.returned.extendleft(reversed(keys))
 
-    def restore(self, items: list[DataBufferInput]) -> None:
-        """The finished groups of a snapshot, before anything else is here: into the store as far as it has room, so
-        that its bound holds; the oldest, if they do not fit, in front of it."""
-        left = len(items) if self._builtin is None else self._builtin.put_restored(items)
-        self.returned.extend(items[:left])
+    def restore(self, keys: Iterable[GroupKey]) -> None:
+        """The finished groups of a snapshot, QUEUED and oldest first, before anything else is here. They may be more
+        than there is room for, by the batch that the trainer had: none enters until they are fewer."""
+        for key in keys:
+            self._give_back(key)
 
-    def ready(self) -> DataBufferInput | None:
+    def _give_back(self, key: GroupKey) -> None:
+        self.returned.append(key)
+        self._returned_bytes += key.size_bytes
+
+    # ---- out
+
+    def ready(self) -> GroupKey | None:
         """The oldest group, None where that cannot be told without waiting."""
         if self.returned:
-            self._one_taken.set()
-            return self.returned.popleft()
-        builtin = self._builtin
-        if builtin is None or builtin.queue is None or builtin.queue.empty():
+            key = self.returned.popleft()
+            self._returned_bytes -= key.size_bytes
+        elif self._builtin is None:
             return None
-        return self._entered(builtin.get_nowait())
-
-    async def _put_in_turn(self, item: DataBufferInput) -> None:
-        while self._is_full_of_returned:
-            self._one_taken.clear()
-            await self._one_taken.wait()
-        await self.store.put(item)
-
-    @property
-    def _is_full_of_returned(self) -> bool:
-        """Whether what was given back or restored fills the capacity, together with what is in the built-in store."""
-        builtin = self._builtin
-        return (
-            bool(self.returned)
-            and builtin is not None
-            and len(self.returned) + builtin.qsize() >= builtin.capacity_groups
-        )
+        else:
+            try:
+                item = self._builtin.get_nowait()
+            except asyncio.QueueEmpty:
+                return None
+            key = item if item.__class__ is GroupKey else self._entered(item)
+        if self._line:
+            self._fill()
+        return key
 
     async def wait(
         self, wait_for: Callable[[asyncio.Future[Any]], Awaitable[bool]], version: VersionLabel | None
-    ) -> DataBufferInput | None:
+    ) -> GroupKey | None:
         """The next group of the store. `wait_for(future)` returns whether the future is done, or else gives up; however
         it ends, no `get` is left behind, and no group is lost."""
         getting = asyncio.create_task(_get(self.store, version), name="fully-async next group")
@@ -144,27 +182,32 @@ class FinishedGroups:
         finally:
             if not there:
                 await self._abandon(getting)
-        return self._entered(getting.result()) if there else None
+        if not there:
+            return None
+        key = self._entered(getting.result())
+        self._fill()
+        return key
 
     async def _abandon(self, getting: asyncio.Task[Any]) -> None:
         if getting.cancel():  # a cancelled get leaves its group in the queue
             await asyncio.wait({getting})
         if not getting.cancelled() and getting.exception() is None:  # it has got one, which must not go down with it
-            self.returned.append(self._entered(getting.result()))
+            self._give_back(self._entered(getting.result()))
 
-    def _entered(self, item: Any) -> DataBufferInput:
-        """The item with its entry in the books, which a pair from somebody else's hand gets now."""
-        key: GroupKey | None = item.key if item.__class__ is DataBufferInput else None
-        if key is None:
+    def _entered(self, item: Any) -> GroupKey:
+        """The item's entry in the books, which a pair from somebody else's hand gets now."""
+        key = item.key if isinstance(item, DataBufferInput) else item
+        if not isinstance(key, GroupKey):
             prompt_group, group = item
-            key = None if self._builtin is not None else self._ledger.find(prompt_group)
-            if key is None:
+            known = None if self._builtin is not None else self._ledger.find(prompt_group)
+            if known is None:
                 key = self._ledger.enter(prompt_group)
                 take_stock(key, group)
-            item = DataBufferInput(prompt_group, group, key)
+            else:
+                key = known
         if key.owner is Owner.IN_FLIGHT:  # a custom store's `put` has not returned yet
             self._ledger.queue(key)
-        return item  # type: ignore[no-any-return]
+        return key
 
 
 async def _get(store: DataBuffer, version: VersionLabel | None) -> Any:

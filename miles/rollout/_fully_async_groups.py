@@ -13,7 +13,7 @@ from miles.rollout._fully_async_versions import version_number
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from miles.rollout._fully_async_ledger import GroupKey
 
@@ -24,7 +24,8 @@ _NESTED = (list, tuple)
 _BYTES_PER_SAMPLE = 2048  # the object, its dictionary and its small fields
 _BYTES_PER_PROMPT_TOKEN = 48  # an int object, the pointer to it, and its text
 _BYTES_PER_RESPONSE_TOKEN = 80  # the same, and a float object with its pointer
-_ABORTED = Sample.Status.ABORTED
+_COMPLETED, _TRUNCATED = Sample.Status.COMPLETED, Sample.Status.TRUNCATED
+_NO_ANSWER = (Sample.Status.ABORTED, Sample.Status.FAILED)
 
 
 def _iter_samples(group: Sequence[object]) -> Iterator[Sample]:
@@ -66,41 +67,58 @@ def take_stock(key: GroupKey, group: Group) -> None:
     `size_bytes` is an estimate. Siblings share their prompt, so the first sample tells its length; each response token
     costs its id, its log-probability and its text; arrays (routed experts) count as many times as there are samples.
     """
-    samples: Sequence[Any] = group
     try:
-        tally = _tally(samples)
+        _tally(key, group)
     except AttributeError:  # a member that is a list
         samples = samples_of(group)
-        tally = _tally(samples)
-    tokens, key.aborted, key.versions, key.unversioned = tally
+        _require_samples(key.prompt_group, samples)
+        _tally(key, samples)
     key.group = group
-    key.samples = len(samples)
-    key.tokens = tokens
-    if samples:
-        first = samples[0]
-        each = _BYTES_PER_SAMPLE + _BYTES_PER_PROMPT_TOKEN * max(0, len(first.tokens) - first.response_length)
-        if first.rollout_routed_experts is not None:
-            each += getattr(first.rollout_routed_experts, "nbytes", 0)
-        key.size_bytes = each * len(samples) + _BYTES_PER_RESPONSE_TOKEN * tokens
 
 
-def _tally(samples: Sequence[Sample]) -> tuple[int, bool, tuple[Any, ...], int]:
-    """Response tokens, whether any was aborted, the distinct versions, and how many carry none."""
-    tokens = unversioned = 0
-    aborted = False
-    labels: list[str] = []
-    versions: set[Any] = set()
+def _tally(key: GroupKey, samples: Sequence[Any]) -> None:
+    key.samples = number = len(samples)
+    if not number:
+        return
+    first = samples[0]
+    labels = first.weight_versions
+    aborted = mixed = False
+    tokens = 0
     for sample in samples:
         tokens += sample.response_length
-        if sample.status is _ABORTED:
+        status = sample.status
+        if status is not _COMPLETED and status is not _TRUNCATED and _has_no_answer(sample):
             aborted = True
-        its_labels = sample.weight_versions
-        if its_labels != labels:  # siblings mostly have the same
-            labels = its_labels
-            versions.update(labels)
-        if not its_labels:
-            unversioned += 1
-    return tokens, aborted, tuple(versions), unversioned
+        if sample.weight_versions != labels:  # siblings mostly have the same
+            mixed = True
+    key.tokens = tokens
+    key.aborted = aborted
+    if mixed:
+        key.versions = tuple({label for sample in samples for label in sample.weight_versions})
+        key.unversioned = sum(not sample.weight_versions for sample in samples)
+    else:
+        key.versions = tuple(labels) if len(labels) < 2 else tuple(set(labels))
+        key.unversioned = 0 if labels else number
+    each = _BYTES_PER_SAMPLE + _BYTES_PER_PROMPT_TOKEN * max(0, len(first.tokens) - first.response_length)
+    if first.rollout_routed_experts is not None:
+        each += getattr(first.rollout_routed_experts, "nbytes", 0)
+    key.size_bytes = each * number + _BYTES_PER_RESPONSE_TOKEN * tokens
+
+
+def _has_no_answer(sample: Sample) -> bool:
+    """Raises TypeError for a status that is none."""
+    if isinstance(sample.status, str):
+        raise TypeError(
+            f"sample {sample.index} of group {sample.group_index} came back with the text {sample.status!r} as its "
+            "status: a generate function must set a Sample.Status"
+        )
+    return sample.status in _NO_ANSWER
+
+
+def _require_samples(prompt_group: PromptGroup, samples: Sequence[Any]) -> None:
+    for sample in samples:
+        if sample is None or isinstance(sample, str | int | float | dict):
+            raise TypeError(f"generating {describe(prompt_group)} returned {sample!r} in the place of a sample")
 
 
 def describe(prompt_group: PromptGroup) -> str:
@@ -120,19 +138,8 @@ def require_members(prompt_group: PromptGroup, group: Group, expected: int) -> N
         )
 
 
-def require_shape(batch: Sequence[Group], expected: list[int]) -> None:
-    """Raise ValueError where a sample filter has not left `expected` members in each group."""
-    if [len(group) for group in batch] != expected:
-        raise ValueError(
-            f"--rollout-sample-filter-path: the filter changed the batch from {len(expected)} groups to "
-            f"{len(batch)}, or the number of samples in a group; it must mark samples "
-            "(sample.remove_sample = True) and leave the lists as they are"
-        )
-
-
-def sorted_batch(groups: Iterable[Group]) -> list[list[Any]]:
+def sorted_batch(groups: list[Group]) -> list[list[Any]]:
     """The groups by the index of their first sample; those without an index come last, as they arrived."""
-    groups = list(groups)
     try:
         return sorted(groups, key=lambda group: group[0].index)  # type: ignore[union-attr,arg-type,return-value]
     except (AttributeError, IndexError, TypeError):  # nested, empty, or without an index

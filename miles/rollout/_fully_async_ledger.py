@@ -19,9 +19,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from miles.rollout._fully_async_groups import Group, PromptGroup
+    from miles.rollout._fully_async_slots import SampleSlots
 
 
 class Owner(Enum):
@@ -64,9 +65,29 @@ class LedgerError(AssertionError):
 class GroupKey:
     """One pull of one prompt group, from there to its end. Times are loop time in seconds.
 
-    An ordinary class whose defaults are class attributes: one is made for each group, and most of its fields are set
-    later.
+    Unpacks into `(prompt_group, group)`: it is what stands in the built-in store once the group is finished.
     """
+
+    __slots__ = (
+        "aborted",
+        "finished_at",
+        "finished_version",
+        "group",
+        "measured_serial",
+        "number",
+        "owner",
+        "places",
+        "prompt_group",
+        "pulled_at",
+        "rollout_id",
+        "samples",
+        "size_bytes",
+        "slots",
+        "staleness",
+        "tokens",
+        "unversioned",
+        "versions",
+    )
 
     number: int
     """Counts pulls from 0."""
@@ -74,43 +95,57 @@ class GroupKey:
     prompt_group: PromptGroup
     owner: Owner
     pulled_at: float
-    group: Group | None = None
+    group: Group | None
     """What generation made of it, once it has."""
 
-    finished_at: float | None = None
-    finished_version: int | str | None = None
+    finished_at: float | None
+    finished_version: int | str | None
     """The trainer's weight version at that moment, None where it had told none."""
 
-    rollout_id: int | None = None
+    rollout_id: int | None
     """The call that has drained it."""
 
-    slots: int = 0
+    places: SampleSlots
+    """Where it has them, set when it gets them."""
+
+    slots: int
     """Samples that hold a place in generation."""
 
-    samples: int = 0
-    tokens: int = 0
+    samples: int
+    tokens: int
     """Response tokens."""
 
-    size_bytes: int = 0
-    versions: tuple[int | str, ...] = ()
+    size_bytes: int
+    versions: tuple[int | str, ...]
     """The distinct weight versions that wrote the group, in no order."""
 
-    unversioned: int = 0
+    unversioned: int
     """Samples that carry no weight version."""
 
-    staleness: int | None = None
+    staleness: int | None
     """Versions that it lagged behind when it was measured last."""
 
-    measured_serial: int | None = None
+    measured_serial: int | None
     """Which of the trainer's versions that was (`WeightVersions.serial`)."""
 
-    aborted: bool = False
+    aborted: bool
 
     def __init__(self, number: int, prompt_group: PromptGroup, owner: Owner, pulled_at: float) -> None:
         self.number = number
         self.prompt_group = prompt_group
         self.owner = owner
         self.pulled_at = pulled_at
+        self.group = self.finished_at = self.finished_version = self.rollout_id = None
+        self.slots = self.samples = self.tokens = self.size_bytes = self.unversioned = 0
+        self.versions = ()
+        self.staleness = self.measured_serial = None
+        self.aborted = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.prompt_group, self.group))
+
+    def __getitem__(self, index: int) -> Any:
+        return (self.prompt_group, self.group)[index]
 
     @property
     def group_index(self) -> int | None:
@@ -162,11 +197,15 @@ class GroupLedger:
 
     def pull(self, prompt_group: PromptGroup) -> GroupKey:
         """The data source has handed the group out: IN_FLIGHT."""
-        key = GroupKey(self.pulled, prompt_group, _IN_FLIGHT, self.clock())
-        self.open[key.number] = key
-        self.pulled += 1
+        number = self.pulled
+        self.open[number] = key = GroupKey(number, prompt_group, _IN_FLIGHT, self.clock())
+        self.pulled = number + 1
         self.in_flight += 1
-        self._after(key, None)
+        held = self.in_flight + self.queued + self.drained
+        if self.pulled != held + self.trained + self.recycled + self.dropped or held != len(self.open):
+            raise self._imbalance()
+        if self.observers:
+            self._tell(key, None)
         return key
 
     def enter(self, prompt_group: PromptGroup) -> GroupKey:
@@ -190,11 +229,15 @@ class GroupLedger:
             key.rollout_id = None
         else:
             raise self._illegal(key, _QUEUED)
-        self.queued += 1
-        if self.queued > self.queue_peak:
-            self.queue_peak = self.queued
+        self.queued = queued = self.queued + 1
+        if queued > self.queue_peak:
+            self.queue_peak = queued
         key.owner = _QUEUED
-        self._after(key, old)
+        held = self.in_flight + self.queued + self.drained
+        if self.pulled != held + self.trained + self.recycled + self.dropped or held != len(self.open):
+            raise self._imbalance()
+        if self.observers:
+            self._tell(key, old)
 
     def drain(self, key: GroupKey, rollout_id: int) -> None:
         """A call has taken it out of the store, for this rollout's batch: DRAINED."""
@@ -204,7 +247,11 @@ class GroupLedger:
         self.drained += 1
         key.owner = _DRAINED
         key.rollout_id = rollout_id
-        self._after(key, _QUEUED)
+        held = self.in_flight + self.queued + self.drained
+        if self.pulled != held + self.trained + self.recycled + self.dropped or held != len(self.open):
+            raise self._imbalance()
+        if self.observers:
+            self._tell(key, _QUEUED)
 
     def train(self, key: GroupKey) -> None:
         """The trainer has finished the step that used it: TRAINED."""
@@ -214,8 +261,14 @@ class GroupLedger:
         self.trained += 1
         self.trained_samples += key.samples
         self.trained_tokens += key.tokens
-        self._close(key, _TRAINED)
-        self._after(key, _DRAINED)
+        key.owner = _TRAINED
+        if self.open.pop(key.number, None) is not key:
+            raise self._unknown(key)
+        held = self.in_flight + self.queued + self.drained
+        if self.pulled != held + self.trained + self.recycled + self.dropped or held != len(self.open):
+            raise self._imbalance()
+        if self.observers:
+            self._tell(key, _DRAINED)
 
     def recycle(self, key: GroupKey, reason: RecycleReason) -> None:
         """It starts over: RECYCLED."""
@@ -309,28 +362,31 @@ class GroupLedger:
             self.drained -= 1
         else:
             raise self._illegal(key, new)
-        self._close(key, new)
-        return old
-
-    def _close(self, key: GroupKey, new: Owner) -> None:
         key.owner = new
         if self.open.pop(key.number, None) is not key:
-            raise LedgerError(f"pull {key.number} (group {key.group_index}) is not in the books: {self}")
+            raise self._unknown(key)
+        return old
 
     def _waste(self, key: GroupKey, reason: str) -> None:
         self.wasted_tokens[reason] += key.tokens
 
     def _after(self, key: GroupKey, old: Owner | None, reason: str | None = None) -> None:
-        held = self.in_flight + self.queued + self.drained  # `check`, without a call of its own
-        if self.pulled != held + self.trained + self.recycled + self.dropped or held != len(self.open):
-            raise self._imbalance()
+        """What every transition ends with. The four that each group makes say it themselves: a call less, and a third
+        of their cost."""
+        self.check()
         if self.observers:
-            now = self.clock()
-            for observer in self.observers:
-                observer.on_transition(key, key.group_index, old, key.owner, reason, now)
+            self._tell(key, old, reason)
+
+    def _tell(self, key: GroupKey, old: Owner | None, reason: str | None = None) -> None:
+        now = self.clock()
+        for observer in self.observers:
+            observer.on_transition(key, key.group_index, old, key.owner, reason, now)
 
     def _imbalance(self) -> LedgerError:
         return LedgerError(f"the books do not balance: {self}")
+
+    def _unknown(self, key: GroupKey) -> LedgerError:
+        return LedgerError(f"pull {key.number} (group {key.group_index}) is not in the books: {self}")
 
     def _illegal(self, key: GroupKey, new: Owner) -> LedgerError:
         return LedgerError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles.rollout._fully_async_ledger import RecycleReason
 from miles.rollout.filter_hub.base_types import MetricGatherer
@@ -22,46 +22,34 @@ _PREFIX = "rollout/fully_async"
 
 
 @dataclass
-class Staleness:
-    """Mean and maximum of a number of ages, in weight versions."""
-
-    count: int = 0
-    total: int = 0
-    maximum: int = 0
-
-    def add(self, staleness: int) -> None:
-        self.count += 1
-        self.total += staleness
-        if staleness > self.maximum:
-            self.maximum = staleness
-
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """`{prefix}avg_staleness` and `{prefix}max_staleness`; nothing where nothing was measured."""
-        if not self.count:
-            return {}
-        return {
-            f"{_PREFIX}/{prefix}avg_staleness": self.total / self.count,
-            f"{_PREFIX}/{prefix}max_staleness": self.maximum,
-        }
-
-
-@dataclass
 class Journey:
     """How the groups of a batch came to the trainer: sums over them."""
 
     timed: int = 0
     seconds: float = 0.0
+    """From the end of generation to the trainer."""
+
     longest: float = 0.0
     measured: int = 0
     versions_in_flight: int = 0
     versions_in_queue: int = 0
 
-    def add_time(self, seconds: float) -> None:
-        """From the end of generation to the trainer."""
-        self.timed += 1
-        self.seconds += seconds
-        if seconds > self.longest:
-            self.longest = seconds
+    @classmethod
+    def of(cls, keys: Iterable[GroupKey], split: VersionSplit, now: float) -> Journey:
+        """Of these groups, which are handed to the trainer now."""
+        situations: Counter[tuple[Any, Any, int]] = Counter()  # most of a batch are alike
+        times: list[float] = []
+        for key in keys:
+            if key.staleness is not None:
+                situations[key.versions, key.finished_version, key.staleness] += 1
+            if key.finished_at is not None:  # else somebody else has generated it, or the run before this one
+                times.append(now - key.finished_at)
+        journey = cls(len(times), sum(times), max(times, default=0.0), situations.total())
+        for situation, groups in situations.items():
+            in_flight, in_queue = split.of(*situation)
+            journey.versions_in_flight += groups * in_flight
+            journey.versions_in_queue += groups * in_queue
+        return journey
 
     def metrics(self) -> dict[str, float]:
         """The key set is fixed; 0 where nothing was measured."""
@@ -77,51 +65,39 @@ class Journey:
 class DrainReport:
     """Filled by one drain, read once when it hands over its batch.
 
-    `measured` covers every group whose age was measured, recycled and dropped ones too; `trained` exactly those that
-    are handed to the trainer.
+    Ages are in weight versions, each with its number of groups; None: it was wanted and could not be told.
     """
 
     recycled: Counter[RecycleReason] = field(default_factory=Counter)
     drops: MetricGatherer = field(default_factory=MetricGatherer)
-    measured: Staleness = field(default_factory=Staleness)
-    trained: Staleness = field(default_factory=Staleness)
-    journey: Journey = field(default_factory=Journey)
-    unknown_version_groups: int | None = None
-    """Groups whose age was wanted and could not be told; None where no age was wanted."""
+    ages: Counter[int | None] = field(default_factory=Counter)
+    """Of every group whose age was wanted, recycled and dropped ones too."""
 
+    trained_ages: Counter[int | None] = field(default_factory=Counter)
+    """Of those that are handed to the trainer."""
+
+    journey: Journey = field(default_factory=Journey)
     unknown_version_samples: int = 0
-    """The same for samples; a group's age can be told by its other samples."""
+    """Samples whose age was wanted and could not be told; their group's can be told by others."""
+
+    @property
+    def unknown_version_groups(self) -> int | None:
+        """None where no age was wanted."""
+        return self.ages[None] if self.ages else None
 
     def count_recycled(self, reason: RecycleReason, recycled: bool) -> None:
         """A group was turned down; `recycled`: it starts over, else it was dropped."""
         self.recycled[reason] += recycled
 
-    def add_measured(self, staleness: int | None) -> None:
-        """A group's age was wanted; None: it could not be told."""
-        if self.unknown_version_groups is None:
-            self.unknown_version_groups = 0
-        if staleness is None:
-            self.unknown_version_groups += 1
-        else:
-            self.measured.add(staleness)
-
-    def add_trained(self, keys: Iterable[GroupKey], split: VersionSplit, now: float) -> None:
+    def add_trained(self, keys: list[GroupKey], split: VersionSplit, now: float) -> None:
         """These are handed to the trainer now."""
-        trained, journey = self.trained, self.journey
-        for key in keys:
-            if key.staleness is not None:
-                trained.add(key.staleness)
-                in_flight, in_queue = split.of(key)
-                journey.measured += 1
-                journey.versions_in_flight += in_flight
-                journey.versions_in_queue += in_queue
-            if key.finished_at is not None:  # else somebody else has generated it, or the run before this one
-                journey.add_time(now - key.finished_at)
+        self.trained_ages.update(key.staleness for key in keys)
+        self.journey = Journey.of(keys, split, now)
 
     def forget_ages(self) -> None:
         """The drain failed and its groups will be measured again; what it recycled and dropped stays counted."""
-        self.measured, self.trained = Staleness(), Staleness()
-        self.unknown_version_groups, self.unknown_version_samples = None, 0
+        self.ages.clear()
+        self.unknown_version_samples = 0
 
     def warn_about_unknown_versions(self, max_weight_staleness: int | None) -> None:
         if max_weight_staleness is not None and self.unknown_version_groups:
@@ -144,8 +120,19 @@ class DrainReport:
             f"{_PREFIX}/stale_groups_recycled": self.recycled[RecycleReason.STALE],
             f"{_PREFIX}/unknown_version_samples": self.unknown_version_samples,
             **({} if unknown is None else {f"{_PREFIX}/unknown_version_groups": unknown}),
-            **self.measured.metrics(""),
-            **self.trained.metrics("trained_"),
+            **_staleness(self.ages, ""),
+            **_staleness(self.trained_ages, "trained_"),
             **self.journey.metrics(),
             **self.drops.collect(),
         }
+
+
+def _staleness(ages: Counter[int | None], prefix: str) -> dict[str, float]:
+    """`{prefix}avg_staleness` and `{prefix}max_staleness`; nothing where nothing was measured."""
+    known = {age: groups for age, groups in ages.items() if age is not None}
+    if not known:
+        return {}
+    return {
+        f"{_PREFIX}/{prefix}avg_staleness": sum(age * groups for age, groups in known.items()) / sum(known.values()),
+        f"{_PREFIX}/{prefix}max_staleness": max(known),
+    }

@@ -29,38 +29,53 @@ class SampleSlots:
     ) -> None:
         self.total = total
         self.per_group = per_group
-        self.used = 0
         self._on_room = on_room
         self._generation = generation
         self._clock = clock
-        self._most_used_with_room = total - per_group
+        self._generating = 0  # groups
+        self._spare = total - per_group  # free places beside those of one more group; below 0 none fits
 
     @property
-    def one_group_fits(self) -> bool:
-        return self.used <= self._most_used_with_room
+    def used(self) -> int:
+        return self.total - self.per_group - self._spare
+
+    @property
+    def groups_that_fit(self) -> int:
+        return self._spare // self.per_group + 1
 
     def take(self, key: GroupKey) -> None:
-        self.used += self.per_group
+        self._spare -= self.per_group
         key.slots = self.per_group
-        self._generation.begin(key.pulled_at)
-
-    def free_one(self, key: GroupKey) -> None:
-        """A sample of the group has finished. Does nothing where all of its places are free already."""
-        slots = key.slots
-        if slots:
-            key.slots = slots - 1
-            self.used = used = self.used - 1
-            if slots == 1 and key.finished_at is None:
-                self._generation.end(self._clock())
-            if used == self._most_used_with_room:  # with more room than that, it has been called before
-                self._on_room()
+        key.places = self
+        if not self._generating:
+            self._generation.begin(key.pulled_at)
+        self._generating += 1
 
     def finish(self, key: GroupKey, finished_at: float) -> None:
         """Nothing of the group is being generated any more, whatever places it still holds."""
         if key.slots:
-            self._generation.end(finished_at)
+            self._generating -= 1
+            if not self._generating:
+                self._generation.end(finished_at)
 
     def free_all(self, key: GroupKey) -> None:
         """The group has left generation."""
-        self.used -= key.slots
+        self._spare += key.slots
         key.slots = 0
+
+
+def free_one(key: GroupKey) -> None:
+    """A sample of the group has finished: it frees its place. Does nothing where all of them are free already.
+
+    A function of the key alone, so that generation can be given it as a bound method, which is the quickest callback.
+    """
+    if key.slots:
+        places = key.places
+        key.slots = left = key.slots - 1
+        places._spare = spare = places._spare + 1
+        if not left and key.finished_at is None:
+            places._generating -= 1
+            if not places._generating:
+                places._generation.end(places._clock())
+        if not spare:  # with more room than that, it has been called before
+            places._on_room()

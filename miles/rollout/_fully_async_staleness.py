@@ -9,6 +9,8 @@ from miles.rollout._fully_async_groups import describe, samples_of
 from miles.rollout._fully_async_versions import version_number
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from miles.rollout._fully_async_ledger import GroupKey
     from miles.rollout._fully_async_metrics import DrainReport
     from miles.rollout._fully_async_versions import VersionLabel, WeightVersions
@@ -44,14 +46,13 @@ class StalenessGauge:
         naming a sample of unknown age where that is wanted.
         """
         serial = self._versions.serial
-        age = self._ages.get(key.versions) if current == self._against and serial == self._serial else None
-        if age is None:
-            age = self._age(key.versions, current)
+        known = serial == self._serial and current == self._against
+        age = (self._ages.get(key.versions) if known else None) or self._age(key.versions, current)
         key.staleness = staleness = age.staleness
         key.measured_serial = serial
         if key.unversioned or not age.all_known:
             self._note_unknown(key, current, report)
-        report.add_measured(staleness)
+        report.ages[staleness] += 1
         return self._limit is None or staleness is None or staleness <= self._limit
 
     def is_within_limit(self, labels: tuple[int | str, ...], current: VersionLabel | None) -> bool:
@@ -59,9 +60,10 @@ class StalenessGauge:
         staleness = self._age(labels, current).staleness
         return self._limit is None or staleness is None or staleness <= self._limit
 
-    def is_up_to_date(self, key: GroupKey) -> bool:
-        """Whether the trainer's version is the one that the group was measured against."""
-        return key.measured_serial == self._versions.serial
+    def outdated(self, keys: Iterable[GroupKey]) -> list[GroupKey]:
+        """Those that were measured against another version than the trainer's."""
+        serial = self._versions.serial
+        return [key for key in keys if key.measured_serial != serial]
 
     def _age(self, labels: tuple[int | str, ...], current: VersionLabel | None) -> _Age:
         if current is None:
@@ -104,22 +106,20 @@ class VersionSplit:
     def __init__(self, versions: WeightVersions, current: VersionLabel | None) -> None:
         self._versions = versions
         self._current = current
-        self._situation: tuple[tuple[int | str, ...], VersionLabel | None, int] | None = None
-        self._split = (0, 0)
 
-    def of(self, key: GroupKey) -> tuple[int, int]:
-        """(in flight, in the queue). The group must have been measured."""
-        assert key.staleness is not None
-        situation = (key.versions, key.finished_version, key.staleness)
-        if situation != self._situation:  # the groups of a batch are mostly alike
-            waited = self._since_finished(key, key.staleness)
-            self._situation, self._split = situation, (key.staleness - waited, waited)
-        return self._split
+    def of(
+        self, versions: tuple[VersionLabel, ...], finished_version: VersionLabel | None, staleness: int
+    ) -> tuple[int, int]:
+        """(in flight, in the queue) of a group with these."""
+        waited = self._since_finished(versions, finished_version, staleness)
+        return staleness - waited, waited
 
-    def _since_finished(self, key: GroupKey, staleness: int) -> int:
+    def _since_finished(
+        self, versions: tuple[VersionLabel, ...], finished_version: VersionLabel | None, staleness: int
+    ) -> int:
         if self._current is None:
-            numbers = [n for label in key.versions if (n := version_number(label)) is not None]
+            numbers = [n for label in versions if (n := version_number(label)) is not None]
             return max(0, staleness - (max(numbers) - min(numbers) if numbers else 0))
-        labels = key.versions if key.finished_version is None else (*key.versions, key.finished_version)
+        labels = versions if finished_version is None else (*versions, finished_version)
         ages = (self._versions.age(label, self._current) for label in labels)
         return min(staleness, min((age for age in ages if age is not None), default=staleness))

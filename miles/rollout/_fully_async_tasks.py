@@ -13,29 +13,47 @@ if TYPE_CHECKING:
 
     from miles.rollout._fully_async_ledger import GroupKey
 
-    Work = Callable[[GroupKey], Coroutine[Any, Any, None]]
-
 logger = logging.getLogger(__name__)
 
 
 class GroupTasks:
     """The groups in generation: one task each, in the order of submission.
 
+        async def work(key):
+            try: ...
+            except BaseException as error:
+                if tasks.note_failure(key, error): raise
+            finally:
+                tasks.running.pop(key, None)
+
     `failure` is the first error of a task, None as long as all is well; further ones are logged. A task that ends
     cancelled although nobody stopped the tasks is a failure, too. `on_failure` is called after that was noted.
     """
 
-    def __init__(self, work: Work, on_failure: Callable[[GroupKey], None]) -> None:
+    def __init__(self, on_failure: Callable[[GroupKey], None]) -> None:
         self.failure: BaseException | None = None
         self.stopping = False  # from now on the tasks are being cancelled: how they end is no failure
-        self._work = work
-        self._on_failure = on_failure
-        self._keys: dict[asyncio.Future[Any], GroupKey] = {}  # a task leaves in its last step
+        self.running: dict[GroupKey, asyncio.Task[None]] = {}
+        """A task takes itself out in its last step."""
 
-    def start(self, key: GroupKey) -> None:
-        """Start a task that awaits `work(key)`."""
-        task = asyncio.get_running_loop().create_task(self._run(key), name="fully-async group")
-        self._keys[task] = key
+        self._on_failure = on_failure
+
+    def start(self, key: GroupKey, work: Coroutine[Any, Any, None]) -> None:
+        """Start the group's task, which does `work` as above."""
+        self.running[key] = asyncio.get_running_loop().create_task(work, name="fully-async group")
+
+    def note_failure(self, key: GroupKey, error: BaseException) -> bool:
+        """Make data of what the group's task raised: the worker raises it. Whether the task must raise it, too, as it
+        is being stopped, or the process ends."""
+        if isinstance(error, asyncio.CancelledError):
+            if self.stopping:
+                return True
+            leak = _leak(key)
+            leak.__cause__ = error
+            self._keep(leak, key)
+            return False
+        self._keep(error, key)
+        return isinstance(error, KeyboardInterrupt | SystemExit)
 
     async def stop(self, grace_secs: float, *others: asyncio.Future[Any]) -> None:
         """Cancel every task, and `others` with them, and wait until they have ended, for at most `grace_secs`.
@@ -43,42 +61,18 @@ class GroupTasks:
         What has not ended by then, because user code holds on to its cancellation, is logged and left behind.
         """
         self.stopping = True
-        left = await _cancel_and_wait([*self._keys, *others], grace_secs)
+        left = await _cancel_and_wait([*self.running.values(), *others], grace_secs)
         if left:
-            names = ", ".join(sorted(self._name(task) for task in left))
+            names = ", ".join(sorted(self._names(left)))
             logger.error("%d task(s) still run %g s after they were cancelled: %s", len(left), grace_secs, names)
 
     def notice_lost(self) -> None:
         """Make a failure of each task that has ended without a step of its own: cancelled before its first one. Looks
         at every task."""
-        for task, key in list(self._keys.items()):
+        for key, task in list(self.running.items()):
             if task.done():
-                del self._keys[task]
+                del self.running[key]
                 self._keep(_leak(key), key)
-
-    async def _run(self, key: GroupKey) -> None:
-        """The one place where what a task raises becomes data: the worker raises it."""
-        try:
-            await self._work(key)
-        except asyncio.CancelledError as cancellation:
-            leak = self._cancelled(cancellation, key)
-            if leak is None:
-                raise
-            self._keep(leak, key)
-        except BaseException as error:
-            self._keep(error, key)
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-        finally:
-            self._keys.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
-
-    def _cancelled(self, cancellation: asyncio.CancelledError, key: GroupKey) -> BaseException | None:
-        """What it means that a task was cancelled: nothing, where the tasks are being stopped."""
-        if self.stopping:
-            return None
-        leak = _leak(key)
-        leak.__cause__ = cancellation
-        return leak
 
     def _keep(self, error: BaseException, key: GroupKey) -> None:
         if self.failure is None and not self.stopping:
@@ -88,11 +82,13 @@ class GroupTasks:
             logger.error("generating %s failed, too", describe(key.prompt_group), exc_info=error)
         self._on_failure(key)
 
-    def _name(self, task: asyncio.Future[Any]) -> str:
-        key = self._keys.get(task)
-        if key is not None:
-            return f"fully-async {describe(key.prompt_group)}"
-        return task.get_name() if isinstance(task, asyncio.Task) else repr(task)
+    def _names(self, tasks: set[asyncio.Future[Any]]) -> Iterable[str]:
+        groups = {task: key.prompt_group for key, task in self.running.items()}
+        for task in tasks:
+            if task in groups:
+                yield f"fully-async {describe(groups[task])}"
+            else:
+                yield task.get_name() if isinstance(task, asyncio.Task) else repr(task)
 
 
 def _leak(key: GroupKey) -> RuntimeError:

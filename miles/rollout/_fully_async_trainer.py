@@ -44,12 +44,12 @@ class TrainerSide:
         self._publishes = False
         self._acknowledges = False
 
-    def admits_one(self) -> bool:
-        """Whether one more group may start, as far as the trainer is concerned."""
+    def admits(self, most: int) -> int:
+        """How many of `most` more groups may start, as far as the trainer is concerned."""
         if not self.version_known:
-            return True
+            return most
         ledger = self._ledger
-        return self._admission.admits(ledger.in_flight + ledger.queued + ledger.drained - self._groups)
+        return self._admission.admits(ledger.in_flight + ledger.queued + ledger.drained - self._groups, most)
 
     def publish(self, version: VersionLabel) -> None:
         """The engines have the trainer's weights of this version."""

@@ -15,9 +15,9 @@ from miles.rollout._fully_async_errors import describe_oldest, no_progress
 from miles.rollout._fully_async_ledger import GroupLedger, Owner
 
 if TYPE_CHECKING:
-    from miles.rollout._fully_async_buffer import DataBufferInput
     from miles.rollout._fully_async_config import FullyAsyncConfig
     from miles.rollout._fully_async_finished import FinishedGroups
+    from miles.rollout._fully_async_ledger import GroupKey
     from miles.rollout._fully_async_patience import Patience
     from miles.rollout._fully_async_tasks import GroupTasks
     from miles.rollout._fully_async_trainer import TrainerSide
@@ -47,14 +47,12 @@ class WaitsForGroups:
     def _new_patience(self, now: float) -> Patience:
         raise NotImplementedError
 
-    async def _next_group(self, kept: int = 0) -> DataBufferInput | None:
+    async def _next_group(self, kept: int = 0) -> GroupKey | None:
         """The oldest finished group; waits for one, and returns None where none will come because the data has ended.
         Raises as soon as the worker has ended, queued groups or not."""
-        return self._ready_group() or await self._finished.wait(partial(self._wait_for, kept), self._trainer.version)
-
-    def _ready_group(self) -> DataBufferInput | None:
         self._raise_if_worker_ended()
-        return self._finished.ready()
+        ready = self._finished.ready()
+        return ready or await self._finished.wait(partial(self._wait_for, kept), self._trainer.version)
 
     async def _wait_for(self, kept: int, getting: asyncio.Future[Any]) -> bool:
         """Until the group is there: true. False where the data has ended before."""

@@ -13,14 +13,16 @@ what is queued at that moment.
 
 from __future__ import annotations
 
+from operator import sub
 from typing import TYPE_CHECKING
+
+from miles.rollout._fully_async_ledger import RecycleReason
 
 if TYPE_CHECKING:
     from miles.rollout._fully_async_ledger import GroupLedger
     from miles.utils.loop_lag import LoopLag
 
 _PREFIX = "rollout/fully_async"
-_SUMS = ("generated_samples", "generated_tokens", "trained_samples", "trained_tokens")
 
 
 class ActiveTime:
@@ -85,12 +87,29 @@ class Activity:
 
 
 class LedgerWindow:
-    """What the books have counted in the window: one per rollout function, `metrics` once a step."""
+    """What the books have counted in the window: one per rollout function, `metrics` once a step.
 
-    def __init__(self, ledger: GroupLedger) -> None:
+    `restored`: how many groups the books have just counted as recycled because they were in flight in the state that
+    was restored. The first step reports them; whatever else is in the books was reported before the state was saved.
+    """
+
+    def __init__(self, ledger: GroupLedger, restored: int = 0) -> None:
         self._ledger = ledger
+        self._names = [
+            f"{_PREFIX}/{name}"
+            for name in (
+                "groups_pulled",
+                "groups_trained",
+                *(f"groups_recycled_{reason.value}" for reason in ledger.recycled_by),
+                *(f"groups_dropped_{reason.value}" for reason in ledger.dropped_by),
+                *(f"tokens_wasted_{reason}" for reason in ledger.wasted_tokens),
+                "tokens_generated",
+                "tokens_trained",
+            )
+        ]
         self._sample_retries = 0
-        self._before = self._read()
+        self._before, self._samples_before = self._read(), self._read_samples()
+        self._before[self._names.index(f"{_PREFIX}/groups_recycled_{RecycleReason.RESTORED.value}")] -= restored
 
     def metrics(
         self, *, in_flight_samples: int, in_flight_bound: int, queue_size: int, queue_bytes: int, sample_retries: int
@@ -100,34 +119,38 @@ class LedgerWindow:
         `sample_retries` counts since the start. What others put into the store is in `queue_size` alone until it is
         drained.
         """
-        now = self._read()
-        since = {name: now[name] - self._before[name] for name in now}
-        self._before = now
-        sums = {name: since.pop(name) for name in _SUMS}
-        since |= {
-            "tokens_generated": sums["generated_tokens"],
-            "tokens_trained": sums["trained_tokens"],
-            "response_len_generated_mean": _ratio(sums["generated_tokens"], sums["generated_samples"]),
-            "response_len_trained_mean": _ratio(sums["trained_tokens"], sums["trained_samples"]),
-            "in_flight_samples": in_flight_samples,
-            "in_flight_bound": in_flight_bound,
-            "queue_bytes": queue_bytes,
-            "queue_peak": max(self._ledger.take_queue_peak(), queue_size),
-            "sample_retries": sample_retries - self._sample_retries,
-        }
-        self._sample_retries = sample_retries
-        return {f"{_PREFIX}/{name}": value for name, value in since.items()}
-
-    def _read(self) -> dict[str, float]:
-        ledger = self._ledger
+        before, now = self._before, self._read()
+        samples_before, samples = self._samples_before, self._read_samples()
+        retries_before = self._sample_retries
+        self._before, self._samples_before, self._sample_retries = now, samples, sample_retries
+        since = dict(zip(self._names, map(sub, now, before), strict=True))
+        generated, trained = map(sub, samples, samples_before)
         return {
-            "groups_pulled": ledger.pulled,
-            "groups_trained": ledger.trained,
-            **{f"groups_recycled_{reason.value}": count for reason, count in ledger.recycled_by.items()},
-            **{f"groups_dropped_{reason.value}": count for reason, count in ledger.dropped_by.items()},
-            **{f"tokens_wasted_{reason}": tokens for reason, tokens in ledger.wasted_tokens.items()},
-            **{name: getattr(ledger, name) for name in _SUMS},
+            **since,
+            f"{_PREFIX}/response_len_generated_mean": _ratio(since[f"{_PREFIX}/tokens_generated"], generated),
+            f"{_PREFIX}/response_len_trained_mean": _ratio(since[f"{_PREFIX}/tokens_trained"], trained),
+            f"{_PREFIX}/in_flight_samples": in_flight_samples,
+            f"{_PREFIX}/in_flight_bound": in_flight_bound,
+            f"{_PREFIX}/queue_bytes": queue_bytes,
+            f"{_PREFIX}/queue_peak": max(self._ledger.take_queue_peak(), queue_size),
+            f"{_PREFIX}/sample_retries": sample_retries - retries_before,
         }
+
+    def _read(self) -> list[int]:
+        """The counts, in the order of their names."""
+        ledger = self._ledger
+        return [
+            ledger.pulled,
+            ledger.trained,
+            *ledger.recycled_by.values(),
+            *ledger.dropped_by.values(),
+            *ledger.wasted_tokens.values(),
+            ledger.generated_tokens,
+            ledger.trained_tokens,
+        ]
+
+    def _read_samples(self) -> tuple[int, int]:
+        return self._ledger.generated_samples, self._ledger.trained_samples
 
 
 def loop_lag_metrics(lag: LoopLag) -> dict[str, float]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout.prompt_data import load_prompt_dataset
-from miles.rollout.sample_codec import SampleCodecError, decode_sample, encode_sample
+from miles.rollout.sample_codec import SampleCodecError, decode_sample, encode_prompt, encode_sample, hold
 from miles.utils.data import copy_prompt
 from miles.utils.misc import load_function
 from miles.utils.types import Sample
@@ -273,21 +273,31 @@ def state_path(directory: str, rollout_id: int) -> Path:
 
 
 def _encode_groups(groups: list[list[Sample]]) -> list[list[Any]]:
-    """The groups as JSON-ready data; a group with values that JSON cannot hold is left out, with a warning."""
+    """The groups as JSON-ready data; one with values that JSON cannot hold as its prompts alone, with a warning. Raises
+    SampleCodecError naming the field where a prompt itself cannot be saved."""
     encoded: list[list[Any]] = []
-    left_out: list[SampleCodecError] = []
+    reasons: list[SampleCodecError] = []
     for group in groups:
         try:
             encoded.append([_encode_member(member) for member in group])
         except SampleCodecError as error:
-            left_out.append(error)
-    if left_out:
-        logger.warning("%d buffered groups are not saved, the first because %s", len(left_out), left_out[0])
+            encoded.append([_encode_prompt(member) for member in group])
+            reasons.append(error)
+    if reasons:
+        logger.warning(
+            "%d buffered groups are saved without what they had of answers, the first because %s",
+            len(reasons),
+            reasons[0],
+        )
     return encoded
 
 
 def _encode_member(member: Sample | list[Sample]) -> Any:
     return [encode_sample(s) for s in member] if isinstance(member, list) else encode_sample(member)
+
+
+def _encode_prompt(member: Sample | list[Sample]) -> Any:
+    return encode_prompt(hold(member[0] if isinstance(member, list) else member))
 
 
 def _decode_member(member: Any) -> Any:

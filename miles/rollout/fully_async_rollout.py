@@ -15,7 +15,7 @@
                                            +--> dropped (filter, retries)            +--- acknowledge ---> trained
 
     loop            consumes        waits for                            is unblocked by
-    worker          data source     a reason to submit (_may_submit)     whatever changes one: _wake
+    worker          data source     room to submit (_room_to_submit)     whatever changes one: _wake
     group task      its prompts     the engines, then room in the store  the engines; the drain
     drain           the store       a finished group, or the worker's    a group task; the worker's death;
                                     end                                  the end of the data; close()
@@ -39,10 +39,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from miles.rollout._fully_async_buffer import DataBufferInput, build_store
+from miles.rollout._fully_async_buffer import build_store
 from miles.rollout._fully_async_config import FullyAsyncConfig
 from miles.rollout._fully_async_finished import FinishedGroups
 from miles.rollout._fully_async_groups import (
@@ -52,7 +52,6 @@ from miles.rollout._fully_async_groups import (
     describe,
     group_oldest_weight_version,
     require_members,
-    require_shape,
     sorted_batch,
     take_stock,
 )
@@ -61,8 +60,8 @@ from miles.rollout._fully_async_metrics import DrainReport
 from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
-from miles.rollout._fully_async_slots import SampleSlots
-from miles.rollout._fully_async_snapshot import restore_state, take_snapshot
+from miles.rollout._fully_async_slots import SampleSlots, free_one
+from miles.rollout._fully_async_snapshot import KeepsState
 from miles.rollout._fully_async_staleness import StalenessGauge, VersionSplit
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
@@ -72,11 +71,11 @@ from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import acall_dynamic_filter
+from miles.rollout.filter_hub.sample_filter import apply_sample_filter
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
 from miles.utils.loop_lag import drain_loop_lag
 from miles.utils.misc import load_function
-from miles.utils.user_calls import UserCode, call_user
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -113,7 +112,7 @@ _SUBMISSIONS_A_TURN = 16
 _GROUPS_A_TURN = 16
 
 
-class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
+class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
     """The rollout function of `train_async.py --fully-async`: one training batch per call.
 
         generate(n) -> training step -> acknowledge(n), or give_back(n) where it failed -> on_weight_version(v)
@@ -143,7 +142,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
             self.state.still_usable = self._still_usable  # type: ignore[method-assign]
         self._refusals = Refusals(config, self.ledger, self._prompts, on_change=self._look_again)
         self._most_groups, self._by_sample = config.most_groups_in_flight, config.by_sample
-        self._wake = asyncio.Event()  # something changed that `_may_submit` looks at
+        self._wake = asyncio.Event()  # something changed that `_room_to_submit` looks at
         self._activity = Activity()
         self._slots = SampleSlots(
             config.max_in_flight_samples,
@@ -152,7 +151,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
             self._activity.generation,
             clock=self._now,
         )
-        self._group_tasks = GroupTasks(self._run_group, on_failure=self._leave)
+        self._group_tasks = GroupTasks(on_failure=self._leave)
         self._worker: asyncio.Future[Any] | None = None
         self._finished = FinishedGroups(
             build_store(args, self._refusals, self.queue_capacity), self.ledger, self._activity.blocked
@@ -238,18 +237,6 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         super().resume_submission()
         self._look_again()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Every group that is pulled and not trained, counters, versions and the data source's state, JSON-ready and of
-        one moment. Raises SampleCodecError naming the field that cannot be saved."""
-        return take_snapshot(self.ledger, self._trainer.versions, self._prompts)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
-        if self._worker is not None:
-            raise RuntimeError("restore comes before the first call")
-        self._finished.restore(restore_state(state, self.ledger, self._trainer.versions, self._prompts))
-        self._window = LedgerWindow(self.ledger)
-
     async def close(self) -> None:
         """End the worker and every group task, at any moment; a call that waits for a batch raises. Twice is fine.
 
@@ -278,67 +265,84 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         tasks = self._group_tasks
         try:
             while tasks.failure is None:
-                submitted = 0
-                while submitted < _SUBMISSIONS_A_TURN and self._may_submit():
-                    self._submit_one_group()
-                    submitted += 1
-                if submitted == _SUBMISSIONS_A_TURN:
+                self._wake.clear()  # whatever changes from here on is looked at in the next round
+                room = self._room_to_submit()
+                for _ in range(min(room, _SUBMISSIONS_A_TURN)):
+                    if not self._submit_one_group():
+                        break
+                if room > _SUBMISSIONS_A_TURN:
                     await asyncio.sleep(0)
-                else:  # nothing more may be submitted now, and no await lies between that answer and the wait
-                    self._wake.clear()
+                else:
                     await self._wake.wait()
             raise tasks.failure
         finally:
             if not self._closed:  # else close() is already at it
                 await tasks.stop(CLOSE_GRACE_SECS)
 
-    def _may_submit(self) -> bool:
-        return (
-            self._slots.one_group_fits
-            and self.ledger.in_flight < self._most_groups  # by sample, those that are rewarded hold no place any more
-            and not (
-                self._finished.waiting_puts and self.config.by_sample
-            )  # by group, those that wait still hold their places
-            and not self._prompts.ended
-            and self.submission_gate.is_open
-            and self._trainer.admits_one()
-        )
+    def _room_to_submit(self) -> int:
+        """How many groups may be submitted now."""
+        if self._prompts.ended or not self.submission_gate.is_open:
+            return 0
+        if self._by_sample and self._finished.waiting_puts:  # by group, those that wait still hold their places
+            return 0
+        # By sample, groups that are being rewarded hold no place any more.
+        room = min(self._slots.groups_that_fit, self._most_groups - self.ledger.in_flight)
+        return self._trainer.admits(room)
 
-    def _submit_one_group(self) -> None:
-        """Take one prompt group from the data source and start its task: the only place that does either.
-
-        No await between the two, so the group is never without an owner.
-        """
+    def _submit_one_group(self) -> bool:
+        """Take one prompt group from the data source and start its task: the only place that does either. No await
+        between the two, so the group is never without an owner. False where the data has ended."""
         prompt_group = self._prompts.next_group()
         if prompt_group is None:
             self._look_again()
-            return
+            return False
         key = self.ledger.pull(prompt_group)
         self._slots.take(key)
-        self._group_tasks.start(key)
+        self._group_tasks.start(key, self._run_group(key))
+        return True
 
     async def _run_group(self, key: GroupKey) -> None:
-        prompt_group = key.prompt_group
-        keywords = {"sample_done_callback": partial(self._slots.free_one, key)} if self._by_sample else {}
-        # Generation gets a list of its own: the prompt group stays flat whatever a generate function does to the list.
-        group: Any = await generate_and_rm_group(
-            self.state, list(prompt_group), sampling_params=self.state.sampling_params, evaluation=False, **keywords
-        )
-        if not isinstance(group, list):
-            raise TypeError(f"generating {describe(prompt_group)} returned {group!r}, expected a list of its samples")
-        if self._group_tasks.stopping:
-            return  # user code has outlived its cancellation, and nobody may be left to make room in the queue
-        take_stock(key, group)
-        key.finished_version = self._trainer.versions.current
-        self._slots.finish(key, self.ledger.finish(key))
-        item = DataBufferInput(prompt_group, group, key)
-        if not self._finished.put_at_once(item):
-            await self._finished.put(item)
-        self._leave(key)
+        """The task of a group: generation, then the store."""
+        tasks = self._group_tasks
+        try:
+            # Generation gets a list of its own: the prompt group stays flat whatever is done to the list.
+            own, params = list(key.prompt_group), self.state.sampling_params
+            if self._by_sample:
+                group: Any = await generate_and_rm_group(
+                    self.state,
+                    own,
+                    sampling_params=params,
+                    evaluation=False,
+                    sample_done_callback=MethodType(free_one, key),  # partial(free_one, key), but quicker to call
+                )
+            else:
+                group = await generate_and_rm_group(self.state, own, sampling_params=params, evaluation=False)
+            if not isinstance(group, list):
+                raise TypeError(
+                    f"generating {describe(key.prompt_group)} returned {group!r}, expected a list of its samples"
+                )
+            if tasks.stopping:
+                return  # user code has outlived its cancellation, and nobody may be left to make room in the queue
+            take_stock(key, group)
+            key.finished_version = self._trainer.versions.current
+            finished_at = self.ledger.finish(key)
+            if key.slots:
+                self._slots.finish(key, finished_at)
+            if not self._finished.put_at_once(key):
+                await self._finished.put(key)
+            if key.slots:
+                self._slots.free_all(key)
+            self._look_again()
+        except BaseException as error:  # the one place where that becomes data: the worker raises it
+            if tasks.note_failure(key, error):
+                raise
+        finally:
+            tasks.running.pop(key, None)
 
     def _leave(self, key: GroupKey) -> None:
-        """The group is no longer in generation, well or badly."""
-        self._slots.free_all(key)
+        """The group is no longer in generation, for it has failed."""
+        if key.slots:
+            self._slots.free_all(key)
         self._look_again()
 
     def _look_again(self) -> None:
@@ -370,30 +374,29 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         self._trainer.hand_over(rollout_id, mine)
         report.add_trained(mine, VersionSplit(self._trainer.versions, self._trainer.version), self._now())
         report.warn_about_unknown_versions(self.config.max_weight_staleness)
-        is_last = len(mine) < self.config.rollout_batch_size
-        return RolloutFnTrainOutput(samples=batch, metrics=self._metrics(report), is_last=is_last)
+        return RolloutFnTrainOutput(batch, self._metrics(report), is_last=len(mine) < self.config.rollout_batch_size)
 
     async def _collect(self, rollout_id: int, mine: list[GroupKey], report: DrainReport) -> list[list[Any]]:
         """Fill `mine` and return its batch. From the last look at the groups' age to the return there is no await."""
-        seen = 0
+        config, trainer, looked_at = self.config, self._trainer, 0
         while True:
-            while len(mine) < self.config.rollout_batch_size:
-                if seen % _GROUPS_A_TURN == 0:
+            while len(mine) < config.rollout_batch_size:
+                if looked_at % _GROUPS_A_TURN == 0:
                     await asyncio.sleep(0)
-                seen += 1
-                item = self._ready_group() or await self._next_group(kept=len(mine))
-                if item is None:
+                looked_at += 1
+                self._raise_if_worker_ended()
+                key = self._finished.ready() or await self._next_group(kept=len(mine))
+                if key is None:
                     break
-                key = item.entry
                 self.ledger.drain(key, rollout_id)
                 mine.append(key)
-                version = self._trainer.version
-                if version is None and self.config.max_weight_staleness is not None:
+                version = trainer.version
+                if version is None and config.max_weight_staleness is not None:
                     version = await self._weight_version.get(self.args)  # the engines' own
                 if self._is_usable(key, version, report) and (
                     self._dynamic_filter is None or await self._passes_filter(key, report)
                 ):
-                    require_members(key.prompt_group, key.group or [], self.config.n_samples_per_prompt)
+                    require_members(key.prompt_group, key.group or [], config.n_samples_per_prompt)
                     self._refusals.one_was_kept()
                 else:
                     mine.pop()
@@ -406,11 +409,21 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
                 return batch
 
     def _is_usable(self, key: GroupKey, version: VersionLabel | None, report: DrainReport) -> bool:
-        """Whether the group is whole and fresh; if not, it has been recycled or dropped, and counted."""
+        """Whether the group is whole and, measured against `version`, within the limit; if not, it has been recycled or
+        dropped, and counted. Its age is not measured where neither a version nor a limit is known."""
         if key.aborted:
-            report.count_recycled(RecycleReason.ABORTED, self._refusals.unused(key, RecycleReason.ABORTED))
-            return False
-        return self._is_fresh(key, version, report)
+            reason = RecycleReason.ABORTED
+        elif version is None and self.config.max_weight_staleness is None:
+            return True
+        else:
+            if group_oldest_weight_version is not _group_oldest_weight_version:  # somebody has an idea of their own
+                oldest = group_oldest_weight_version(key.group or [])
+                key.versions, key.unversioned = (() if oldest is None else (oldest,)), 0
+            if self._gauge.is_fresh(key, version, report):
+                return True
+            reason = RecycleReason.STALE
+        report.count_recycled(reason, self._refusals.unused(key, reason))
+        return False
 
     async def _passes_filter(self, key: GroupKey, report: DrainReport) -> bool:
         """Whether the dynamic filter wants the group; if not, it has been dropped, and counted."""
@@ -420,41 +433,25 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
             self._refusals.filtered(key, verdict.reason)
         return verdict.keep
 
-    def _is_fresh(self, key: GroupKey, current: VersionLabel | None, report: DrainReport) -> bool:
-        """Whether the group is within the limit; if not, it has been recycled or dropped. None is measured where
-        neither a version nor a limit is known."""
-        if current is None and self.config.max_weight_staleness is None:
-            return True
-        if group_oldest_weight_version is not _group_oldest_weight_version:  # somebody has an idea of age of their own
-            oldest = group_oldest_weight_version(key.group or [])
-            key.versions, key.unversioned = (() if oldest is None else (oldest,)), 0
-        if self._gauge.is_fresh(key, current, report):
-            return True
-        report.count_recycled(RecycleReason.STALE, self._refusals.unused(key, RecycleReason.STALE))
-        return False
-
     def _still_usable(self, samples: Sequence[Sample]) -> bool:
         labels = {label for sample in samples for label in sample.weight_versions}
         return self._gauge.is_within_limit(tuple(labels), self._trainer.version)
 
     def _remove_outdated(self, mine: list[GroupKey], report: DrainReport) -> bool:
         """Measure again what was measured against an older version than the trainer's; whether some had to go."""
-        if not self._trainer.version_known or all(self._gauge.is_up_to_date(key) for key in mine):
+        if not self._trainer.version_known:
             return False
         before = len(mine)
-        for key in list(mine):
-            if not self._gauge.is_up_to_date(key) and not self._is_fresh(key, self._trainer.version, report):
+        for key in self._gauge.outdated(mine):
+            if not self._is_usable(key, self._trainer.version, report):
                 mine.remove(key)
         return len(mine) < before
 
     async def _to_batch(self, keys: list[GroupKey]) -> list[list[Any]]:
         """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
-        batch = sorted_batch(key.group for key in keys if key.group is not None)
+        batch = sorted_batch([key.group for key in keys if key.group is not None])
         if self._sample_filter is not None:
-            shape = [len(group) for group in batch]
-            with UserCode("sample filter", self._sample_filter, f"a batch of {len(batch)} groups"):
-                await call_user(self._sample_filter, self.args, batch)
-            require_shape(batch, shape)
+            await apply_sample_filter(self._sample_filter, self.args, batch)
         return batch
 
     def _metrics(self, report: DrainReport) -> dict[str, Any]:

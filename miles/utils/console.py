@@ -68,6 +68,10 @@ class StepConsole:
                 bar_format="{percentage:3.0f}% |{bar}| step {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left",
             )
 
+    def note(self, text: str) -> None:
+        """A line that belongs to no step."""
+        self._write(text)
+
     def step(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """One line for the finished step `rollout_id`, and now and then one that names its bottleneck."""
         line = step_line(rollout_id, self._total, metrics)
@@ -98,10 +102,6 @@ class StepConsole:
         """One finished sample: prompt, response, label, reward, weight_versions. Missing keys are left out."""
         if sample:
             self._write(sample_line(sample))
-
-    def note(self, text: str) -> None:
-        """A line that belongs to no step."""
-        self._write(text)
 
     def close(self) -> None:
         """Remove the bar. May be called twice."""

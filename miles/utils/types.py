@@ -306,12 +306,12 @@ class Sample:
         first try.
         """
         fresh = Sample()
-        for name in _RESET_FIELDS:
+        for name in ANSWER_FIELDS:
             setattr(self, name, copy.copy(getattr(fresh, name)))
         self.status = SampleStatus.ABORTED
 
 
-_RESET_FIELDS = (
+ANSWER_FIELDS = (  # the status is another one
     "tokens",
     "multimodal_train_inputs",
     "response",

@@ -90,7 +90,7 @@ class WeightUpdateConfig:
             buffer_bytes=buffer_bytes,
             flattened=True,
             ranks_per_engine=getattr(args, "rollout_num_gpus_per_engine", None) or 1,
-            backend="nccl" if torch.cuda.is_available() else "gloo",
+            backend=_backend(args),
             timeout_secs=getattr(args, "update_weight_timeout_secs", 120.0),
             flush_timeout_secs=60.0,
             dtype=_engine_dtype(args),
@@ -106,6 +106,12 @@ class WeightUpdateConfig:
 
     def packer(self) -> WirePacker:
         return WirePacker(self.buffer_bytes, dtype=self.dtype, loose_from_bytes=self.loose_from_bytes)
+
+
+def _backend(args: Namespace) -> str:
+    """nccl between GPUs; it refuses two ranks on one, which therefore meet in host memory."""
+    shares_device = bool(getattr(args, "share_one_gpu", False))
+    return "nccl" if torch.cuda.is_available() and not shares_device else "gloo"
 
 
 def _engine_dtype(args: Namespace) -> torch.dtype:
@@ -238,7 +244,10 @@ class WeightUpdater:
         }
         group = self._group
         calls = [spawn(engine.post, "/update_weights_from_distributed", payload) for engine in self._engines]
-        group.broadcast([bucket.data] if flattened and bucket.data is not None else bucket.tensors())
+        tensors = [bucket.data] if flattened and bucket.data is not None else bucket.tensors()
+        if self._config.backend == "gloo":
+            tensors = [tensor.cpu() for tensor in tensors]  # itself where it is there already
+        group.broadcast(tensors)
         results(calls)
         group.wait_until_sent()
 

@@ -83,7 +83,8 @@ def micro_batch_indices(
     `total_lengths` holds prompt + response tokens of each sample. Every data-parallel rank must run the same number
     of micro-batches: `max_over_dp` takes this rank's count and returns the largest over the ranks (a collective; None
     for one rank; only called with --use-dynamic-batch-size). `multiple_of` is the group size of an interleaved
-    pipeline: the count is rounded up to a multiple of it, by splitting some. `forward_only` uses --log-probs-max-tokens-per-gpu.
+    pipeline: the count is rounded up to a multiple of it, by splitting some. `forward_only` uses
+    --log-probs-max-tokens-per-gpu.
 
     With a fixed --micro-batch-size the last micro-batch may be smaller.
     """

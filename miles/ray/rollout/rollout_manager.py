@@ -19,15 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
 
-from miles.ray.cluster import num_engines, num_trainers
+from miles.backends.training_utils.flags import data_parallel_size
+from miles.ray.cluster import num_engines
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
-from miles.ray.rollout.engine_actor import EngineActor
+from miles.ray.faults import tolerates_engine_faults
+from miles.ray.rollout.engine import make_engine
+from miles.ray.rollout.engine_fleet import EngineFleet, Registry
+from miles.ray.rollout.engine_health import EngineHealth, HealthConfig
 from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
-from miles.ray.rollout.router import Router
+from miles.ray.rollout.router import make_router
 from miles.ray.rollout.train_data import (
     args_of_last_batch,
     convert_samples_to_train_data,
@@ -35,7 +38,7 @@ from miles.ray.rollout.train_data import (
     flatten_samples,
     split_train_data_by_dp,
 )
-from miles.rollout._fully_async_trace import observe_groups
+from miles.rollout._fully_async_trace import observe_rollout
 from miles.rollout._submission_gate import submission_paused_from_outside
 from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles.rollout.eval_flags import eval_way
@@ -45,20 +48,20 @@ from miles.utils.async_utils import close_async_loop, get_async_loop, run
 from miles.utils.http_utils import close_http_client, init_http_client
 from miles.utils.logging_utils import redirect_output
 from miles.utils.misc import load_function
-from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
     from miles.ray.placement_group import Bundles
+    from miles.ray.rollout.engine_states import EngineRef, FleetView
     from miles.rollout.data_source import DataSource
     from miles.utils.timeline import Interval
-    from miles.utils.trace import GroupPhase
+    from miles.utils.trace import GroupPhase, SampleSpan
     from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_GPU_SHARE = 0.2
 _CLOSE_SECS = 5.0
 
 
@@ -78,7 +81,7 @@ class GeneratedBatch:
     metrics: dict[str, float]
     generation_intervals: list[Interval]  # seconds since the epoch during which a sample was being generated
     example: dict[str, Any] = field(default_factory=dict)  # prompt, response, label, reward, weight_versions of one
-    group_phases: list[GroupPhase] = field(default_factory=list)  # what ended since the last batch, for the trace
+    trace_notes: list[GroupPhase | SampleSpan] = field(default_factory=list)  # what ended since the last batch
     samples_cut_off: int = 0  # at its end
 
 
@@ -95,32 +98,22 @@ class RolloutManager:
     """See the module docstring. Built by the driver; `start` brings up router and engines."""
 
     def __init__(self, args: Namespace, engine_bundles: Bundles) -> None:
-        self._logs = Path(args.run_dir) / "logs"
-        redirect_output(self._logs / "rollout_manager.log")
-        self._router = Router(args)
+        redirect_output(Path(args.run_dir) / "logs" / "rollout_manager.log")
+        self._router = make_router(args)
         self._args = copy.copy(args)
         self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
         self._turns = Turns()
-        self._dp_size = num_trainers(args)
-        actor_class = ray.remote(EngineActor)
-        self._engines = [
-            actor_class.options(
-                **engine_bundles.actor_options(i * int(args.rollout_num_gpus_per_engine), gpu_share=_ENGINE_GPU_SHARE)
-            ).remote(args, i)
-            for i in range(num_engines(args))
-        ]
+        self._dp_size = data_parallel_size(args)
+        self._fleet = make_fleet(args, engine_bundles, self._router)
 
-    async def start(self) -> list[str]:
-        """Start router and engines, build data source and rollout functions; returns the engine URLs."""
-        _, _, *urls = await asyncio.gather(
+    async def start(self) -> None:
+        """Start router and engines, build data source and rollout functions."""
+        await asyncio.gather(
             self._router.start(),
             asyncio.to_thread(self._build_rollout_functions),
-            *(engine.start.remote() for engine in self._engines),
+            self._fleet.start(),
         )
-        await self._router.add_engines(urls)
-        self.engine_urls = urls
-        return urls
 
     def _build_rollout_functions(self) -> None:
         args = self._args
@@ -129,7 +122,7 @@ class RolloutManager:
         self._data_source = load_function(args.data_source_path)(args)
         self._rollout_fn, self._eval_fn = load_rollout_functions(args, self._data_source)
         self._state = RolloutState(self._rollout_fn, self._data_source, saves=args.save is not None)
-        self._group_phases = observe_groups(self._rollout_fn, args.trace_max_events)
+        self._trace = observe_rollout((self._rollout_fn, self._eval_fn), args.trace_max_events)
         self._log_rollout = load_function(args.custom_rollout_log_function_path)
         self._log_eval = load_function(args.custom_eval_rollout_log_function_path)
 
@@ -146,10 +139,25 @@ class RolloutManager:
         prompts, batch = len(self._data_source.dataset), self._args.rollout_batch_size
         return int(prompts // batch * num_epoch or max(1, prompts * num_epoch // batch))
 
-    async def set_weight_version(self, version: int) -> None:
-        """The trainer's own number for the weights that the engines have from now on."""
-        self._weight_version = version
-        await asyncio.to_thread(self._state.on_weight_version, version)
+    async def engines(self) -> FleetView:
+        """The engines as they are now, and what has happened since the last view."""
+        return self._fleet.view()
+
+    async def begin_update(self, only_waiting: bool = False) -> tuple[EngineRef, ...]:
+        """The engines that weights are to be sent to now; see `EngineFleet`."""
+        return self._fleet.begin_update(only_waiting=only_waiting)
+
+    async def fail_update(self, engines: Sequence[EngineRef], urls: Sequence[str], reason: str, answered: bool) -> None:
+        """The update failed at the engines with these URLs; returns once those at fault are out of the fleet."""
+        await self._fleet.fail_update(engines, urls, reason, answered=answered)
+
+    async def finish_update(self, engines: Sequence[EngineRef], version: int) -> FleetView:
+        """These engines have the weights that the trainer calls `version`; all of them serve when this returns."""
+        if version != self._weight_version:
+            self._weight_version = version
+            await asyncio.to_thread(self._state.on_weight_version, version)
+        await self._fleet.finish_update(engines)
+        return self._fleet.view()
 
     async def acknowledge(self, rollout_id: int) -> None:
         """The trainer has finished its step on this batch: its groups are trained."""
@@ -198,7 +206,7 @@ class RolloutManager:
             metrics=metrics,
             generation_intervals=self._drain_generation_intervals(),
             example=_example(samples),
-            group_phases=self._take_group_phases(),
+            trace_notes=[] if self._trace is None else self._trace.take(),
             samples_cut_off=num_trimmed,
         )
 
@@ -210,9 +218,9 @@ class RolloutManager:
             samples_left_out=num_samples,
         )
 
-    async def take_group_phases(self) -> list[GroupPhase]:
-        """What has ended since the last batch."""
-        return self._take_group_phases()
+    async def end_trace(self) -> list[GroupPhase | SampleSpan]:
+        """What has ended since the last batch, and what goes on while the run ends."""
+        return [] if self._trace is None else self._trace.end()
 
     async def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate the engines' current weights; returns metrics. Nothing new is generated for training meanwhile."""
@@ -239,32 +247,21 @@ class RolloutManager:
 
     async def pids(self) -> dict[str, int]:
         """Process ids of the manager, the router, and each engine's actor and server."""
-        pids = {"rollout_manager": os.getpid(), "router": self._router.pid}
-        for i, engine in enumerate(await asyncio.gather(*(e.pids.remote() for e in self._engines))):
-            pids |= {f"engine-{i}-actor": engine["actor"], f"engine-{i}": engine["server"]}
-        return pids
+        return {"rollout_manager": os.getpid(), "router": self._router.pid, **await self._fleet.pids()}
 
     async def watch(self) -> None:
-        """Never returns; raises when the router, an engine or an engine's actor dies."""
-        watchers = [asyncio.ensure_future(self._router.watch())]
-        watchers += [asyncio.ensure_future(self._watch_engine(i)) for i in range(len(self._engines))]
+        """Never returns; raises when the router dies, or engines in a way that the run does not survive."""
+        watchers = [asyncio.ensure_future(self._router.watch()), asyncio.ensure_future(self._fleet.watch())]
         done, pending = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         await done.pop()
 
-    async def _watch_engine(self, index: int) -> None:
-        try:
-            await self._engines[index].watch.remote()
-        except RayActorError as error:
-            log = self._logs / f"engine-{index}.log"
-            raise ProcessDied(f"the actor that owns engine-{index} died; see {log}{log_tail(log)}") from error
-
     async def dispose(self) -> None:
         """End the rollout functions, the data source, the router and the engines. Bounded in time."""
         await asyncio.to_thread(self._close_rollout_functions)
-        await asyncio.gather(self._router.stop(), *(engine.stop.remote() for engine in self._engines))
+        await asyncio.gather(self._router.stop(), self._fleet.stop())
 
     def _close_rollout_functions(self) -> None:
         for part in (getattr(self, "_rollout_fn", None), getattr(self, "_eval_fn", None)):
@@ -279,12 +276,22 @@ class RolloutManager:
         run(close_http_client())
         close_async_loop()
 
-    def _take_group_phases(self) -> list[GroupPhase]:
-        return [] if self._group_phases is None else self._group_phases.take()
-
     def _drain_generation_intervals(self) -> list[Interval]:
         busy = getattr(getattr(self._rollout_fn, "state", None), "busy", None)
         return busy.drain() if busy is not None else []
+
+
+def make_fleet(args: Namespace, bundles: Bundles, router: Registry) -> EngineFleet:
+    """The engines of the run, not yet started."""
+    tolerates_faults = tolerates_engine_faults(args)
+    return EngineFleet(
+        lambda index: make_engine(args, index, bundles),
+        num_engines(args),
+        router,
+        EngineHealth(args.rollout_health_check_timeout),
+        looks=HealthConfig.from_args(args) if tolerates_faults else None,
+        tolerates_faults=tolerates_faults,
+    )
 
 
 def load_rollout_functions(args: Namespace, data_source: DataSource) -> tuple[Any, Any]:

@@ -1,11 +1,12 @@
 """The rollout side's part of a checkpoint set: groups that are pulled and not trained, and where the prompts go on.
 
-    save   rollout loop: one moment of rollout function and data source --thread--> JSON, staged beside the set
+    save   rollout loop: one moment of rollout function and data source --caller's thread--> JSON, staged beside the set
     load   JSON --rollout loop--> rollout function (which restores its data source), or else the data source alone
 
     what the rollout function has            what is saved
-    snapshot / restore (fully async)         finished groups with their samples, unfinished ones as prompts, counters,
+    take_moment / restore (fully async)      finished groups with their samples, unfinished ones as prompts, counters,
                                              and the data source's state, all of one moment
+    snapshot / restore (plug-ins)            what `snapshot` returns, JSON-ready
     neither                                  the data source as it was before the batch that is being generated, so
                                              that a batch which nobody has trained on is generated again
     a data source with a `save` of its own   is called with the rollout id as well, and with `load` on resume
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout.data_source import RolloutDataSource
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-_PIECE_DEPTH = 3
+_PIECE_DEPTH = 5  # a sample
+_PAUSE_SECS = 0.0001
 
 
 class RolloutState:
@@ -83,7 +87,7 @@ class RolloutState:
             "format": FORMAT,
             "rollout_id": rollout_id,
             "rollout_function": describe(self._fn),
-            **_on_loop(self._take, rollout_id),
+            **self._take(rollout_id),
         }
         path = checkpoint_set.staged_rollout_path(directory, rollout_id)
         with path.open("w", encoding="utf-8") as file:
@@ -91,12 +95,14 @@ class RolloutState:
         return str(path)
 
     def _take(self, rollout_id: int) -> dict[str, Any]:
+        if hasattr(self._fn, "take_moment"):  # encoded here, off the loop
+            return {"snapshot": _on_loop(self._fn.take_moment)}
         if hasattr(self._fn, "snapshot"):
-            return {"snapshot": self._fn.snapshot()}
+            return {"snapshot": _on_loop(self._fn.snapshot)}
         if not self._has_state:
             return {}
         before_next = self._before_batch.get(rollout_id + 1)
-        return {"data_source": self._data_source.state_dict() if before_next is None else before_next}
+        return {"data_source": _on_loop(self._data_source.state_dict) if before_next is None else before_next}
 
     def load(self, checkpoint: Path) -> None:
         """Go on from this set. Raises ValueError, naming the file, where the state in it cannot be used."""
@@ -157,10 +163,31 @@ def _on_loop(function: Callable[..., Any], *args: Any) -> Any:
     return run(call())
 
 
+def _let_the_loop_go_first() -> None:
+    """Between two groups: a thread that never waits would hold the interpreter for milliseconds whenever the rollout
+    loop has something to do."""
+    time.sleep(_PAUSE_SECS)
+
+
 def _write_json(file: TextIO, value: Any, depth: int = 0) -> None:
     """`json.dump` in pieces: encoding one piece holds the interpreter, and the rollout loop must not stand still while
     gigabytes of samples are written."""
-    if depth < _PIECE_DEPTH and isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+    if hasattr(value, "parts"):  # a moment, which is encoded as it is written
+        opening = "{"
+        for name, part in value.parts(_let_the_loop_go_first):
+            file.write(f"{opening}{json.dumps(name)}: ")
+            _write_json(file, part, depth + 1)
+            opening = ", "
+        file.write("}")
+    elif isinstance(value, Iterator):
+        opening = ""
+        file.write("[")
+        for item in value:
+            file.write(opening)
+            _write_json(file, item, depth + 1)
+            opening = ", "
+        file.write("]")
+    elif depth < _PIECE_DEPTH and isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         opening = "{"
         for key, item in value.items():
             file.write(f"{opening}{json.dumps(key)}: ")

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 
+_ANSWERED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
 def load_rollout_function(input: RolloutFnConstructorInput, path: str) -> Any:
     """The rollout function at `path`: a class is instantiated, a function gets the adapter for functions."""
     fn: Any = load_function(path)
@@ -122,7 +125,8 @@ async def call_generate_function(fn: Callable[[GenerateFnInput], Any], input: Ge
     """Call a loaded generate function: the Sample, or the non-empty list of Samples, that it made.
 
     What it raises comes out with a note that names function and sample. Raises ValueError naming function, sample and
-    value where it returns anything else.
+    value where it returns anything else, or a sample without an answer or a status. A sample that has an answer and is
+    still PENDING becomes COMPLETED.
     """
     with UserCode("generate function", unwrap(fn), SampleName(input.sample)):
         output = fn(input)
@@ -135,7 +139,25 @@ async def call_generate_function(fn: Callable[[GenerateFnInput], Any], input: Ge
             f"generate function {describe(fn)} must return GenerateFnOutput with a Sample or a non-empty list of "
             f"Samples, got {shorten(output)} for {SampleName(input.sample)}"
         )
+    for sample in samples if isinstance(samples, list) else (samples,):
+        if sample.status not in _ANSWERED:
+            _settle_status(fn, sample, input.sample)
     return samples
+
+
+def _settle_status(fn: Any, sample: Sample, asked: Sample) -> None:
+    if not isinstance(sample.status, Sample.Status):
+        raise ValueError(
+            f"generate function {describe(fn)} returned {SampleName(asked)} with {shorten(sample.status)} as its "
+            "status: expected a Sample.Status"
+        )
+    if sample.status is Sample.Status.PENDING:
+        if not (sample.response_length or sample.response or sample.reward is not None):
+            raise ValueError(
+                f"generate function {describe(fn)} returned {SampleName(asked)} without an answer, and still PENDING: "
+                "it must set tokens, response, response_length and status"
+            )
+        sample.status = Sample.Status.COMPLETED
 
 
 class SampleName:

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from miles.rollout.base_types import EndOfData, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import MetricGatherer, acall_dynamic_filter
+from miles.rollout.filter_hub.sample_filter import apply_sample_filter
 from miles.rollout.inference_rollout.compatibility import shorten
 from miles.rollout.inference_rollout.engine_aborts import get_worker_urls
 from miles.rollout.inference_rollout.inference_rollout_common import generate_and_rm_group
+from miles.rollout.inference_rollout.sample_failures import is_unanswered
 from miles.rollout.inference_rollout.sibling_tasks import cancel_and_settle, failure_of
 from miles.utils.http_utils import HttpRequestError, post
 from miles.utils.misc import call_agent_abort_hook, load_function
 from miles.utils.types import Sample
-from miles.utils.user_calls import UserCode, call_user
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -99,8 +100,7 @@ class _BatchCollection:
         is_last = len(self._kept) < self._target
         data = sorted(self._kept, key=_first_index)
         if self._sample_filter is not None:
-            with UserCode("sample filter", self._sample_filter, f"the batch of rollout {self.rollout_id}"):
-                await call_user(self._sample_filter, self.args, data)
+            await apply_sample_filter(self._sample_filter, self.args, data, keeps_shape=False)
         if self._all_samples_process is not None:
             self._all_samples_process(self.args, sorted(self._finished, key=_first_index), self._get_samples)
         output = RolloutFnTrainOutput(samples=data, metrics=self._metrics.collect(), is_last=is_last)  # type: ignore[arg-type]
@@ -240,9 +240,9 @@ def group_for_reuse(args: Namespace, prompts: list[Sample], group: Group, rollou
 
 
 def has_aborted_sample(group: Group) -> bool:
-    """Whether any sample of the group, at any nesting, was aborted."""
+    """Whether any sample of the group, at any nesting, was aborted or has failed."""
     return any(
-        has_aborted_sample(member) if isinstance(member, list) else member.status is Sample.Status.ABORTED  # type: ignore[arg-type]
+        has_aborted_sample(member) if isinstance(member, list) else is_unanswered(member)  # type: ignore[arg-type]
         for member in group
     )
 

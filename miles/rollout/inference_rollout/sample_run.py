@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from miles.rollout.base_types import GenerateFnInput
 from miles.rollout.generate_utils.request_ids import request_ids
-from miles.rollout.inference_rollout.compatibility import SampleName, call_generate_function
+from miles.rollout.inference_rollout.compatibility import SampleName, call_generate_function, describe
 from miles.rollout.inference_rollout.engine_aborts import abort_requests
 from miles.rollout.inference_rollout.sample_failures import (
-    is_aborted,
     is_transport_failure,
     is_unanswered,
     mark_aborted,
@@ -29,6 +28,7 @@ from miles.rollout.inference_rollout.sample_failures import (
     reason_of,
 )
 from miles.rollout.rm_hub import async_rm, batched_async_rm
+from miles.rollout.rm_hub.validation import check_reward
 from miles.utils.data import private_copy
 from miles.utils.types import MISSING_REWARD, Sample
 
@@ -83,8 +83,9 @@ class SampleRun:
             generated = self.generated = await self._generate()
         finally:
             self._on_generated()
-        if is_aborted(generated) or getattr(self._state.args, "group_rm", False):
+        if is_unanswered(generated) or getattr(self._state.args, "group_rm", False):
             return generated
+        self._check_own_rewards(generated)
         return await self._reward(generated)
 
     # ---- the answer
@@ -137,8 +138,11 @@ class SampleRun:
                 return self._sample
             with state.busy:
                 deadline = None if self._evaluation else self._clock.begin_attempt()
+                attempt = self._call() if deadline is None else self._call_until(deadline)
+                if state.attempts is not None:
+                    attempt = state.attempts.watch(self._sample, self._evaluation, attempt)
                 try:
-                    return await (self._call() if deadline is None else self._call_until(deadline))
+                    return await attempt
                 except DeadlinePassed as passed:
                     return passed
                 except Exception as error:
@@ -178,6 +182,13 @@ class SampleRun:
         for member in members(generated):
             member.status = Sample.Status.ABORTED
         return generated
+
+    def _check_own_rewards(self, generated: Generated) -> None:
+        """Those that the generate function has set must be rewards, too."""
+        for member in members(generated):
+            if member.reward is not None:
+                source = f"generate function {describe(self._state.generate_function_for(self._sample))}"
+                member.reward = check_reward(member.reward, source, member, self._state.args)
 
     async def _ask_for_reward(self, generated: Generated) -> None:
         args = self._state.args

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from miles.utils.types import Sample
 
 
+_SHOWN_CHARACTERS = 200
+
+
 class RewardError(ValueError):
     """A reward function returned something that is not a reward."""
 
@@ -43,9 +46,9 @@ def check_reward(reward: Any, source: str, sample: Sample, args: Namespace) -> A
         keys = _reward_keys(args)
         return dict.fromkeys(keys, 0.0) if keys else 0.0
     value = _number(reward)
-    if value is None or not math.isfinite(value):
+    if value is None or not _is_finite(value):
         raise RewardError(
-            f"{source} returned {reward!r} for sample {sample.index}: expected a finite number, or a dict of them"
+            f"{source} returned {_shown(reward)} for sample {sample.index}: expected a finite number, or a dict of them"
             f"{_remedy(reward)}"
         )
     return value
@@ -57,7 +60,7 @@ def check_reward_list(rewards: Any, source: str, samples: Sequence[Sample], args
         rewards = rewards.tolist()
     where = f"{len(samples)} samples"
     if not isinstance(rewards, list | tuple):
-        raise RewardError(f"{source} returned {rewards!r} for {where}: expected a list of rewards")
+        raise RewardError(f"{source} returned {_shown(rewards)} for {where}: expected a list of rewards")
     if len(rewards) != len(samples):
         raise RewardError(
             f"{source} returned {len(rewards)} rewards for {where} ({[sample.index for sample in samples]})"
@@ -71,13 +74,13 @@ def _check_dict(reward: dict[str, Any], source: str, sample: Sample, args: Names
     keys, present = _reward_keys(args), _present_keys(reward, args)
     if keys and not present:
         raise RewardError(
-            f"{source} returned {reward!r} for sample {sample.index}: no entry {' or '.join(map(repr, keys))}"
+            f"{source} returned {_shown(reward)} for sample {sample.index}: no entry {' or '.join(map(repr, keys))}"
         )
     for key in present:
         value = _number(reward[key])
-        if value is None or not math.isfinite(value):
+        if value is None or not _is_finite(value):
             raise RewardError(
-                f"{source} returned {reward!r} for sample {sample.index}: entry {key!r} is not a finite number"
+                f"{source} returned {_shown(reward)} for sample {sample.index}: entry {key!r} is not a finite number"
                 f"{_remedy(reward[key])}"
             )
     return reward
@@ -102,11 +105,26 @@ def _is_missing(reward: Any) -> bool:
     if reward is None:
         return True
     value = _number(reward)
-    return value is not None and math.isnan(value)
+    return value is not None and value != value
 
 
 def _remedy(reward: Any) -> str:
     return " (--missing-reward remove takes such samples out of training)" if _is_missing(reward) else ""
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"a {type(value).__name__} that is too long to be shown"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _number(value: Any) -> float | int | None:

@@ -42,7 +42,7 @@ def ended_run(*, left_out: int = 0, last: int | None = 6, start: int = 0, **more
     run = object.__new__(Run)
     run.args = Namespace(eval_interval=more.get("eval_interval"))
     run.num_rollout, run.start_rollout_id = 100, start
-    run._supervisor = run._steps = run._evals = run._tracker = run._console = log  # type: ignore[assignment]
+    run._supervisor = run._weights = run._steps = run._evals = run._tracker = run._console = log  # type: ignore[assignment]
     run._data_end = DataEnd("no prompts left", left_out)
     run._last_finished, run._last_evaluated = last, more.get("evaluated")
     run._samples_cut_off, run._metrics = more.get("cut_off", 0), {"perf/train_wait_time": 1.0}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from miles.rollout import data_source as module
 from miles.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first, state_path
+from miles.rollout.sample_codec import SampleCodecError
 from miles.utils.misc import function_registry
 from miles.utils.types import Sample
 from tests.fast.rollout.engine_stub import CharTokenizer, make_args
@@ -204,17 +205,31 @@ def test_buffered_groups_are_saved_with_what_was_generated(tmp_path):
     assert resumed.buffer == [group]
 
 
-def test_a_group_that_cannot_be_saved_without_code_is_left_out_with_a_warning(tmp_path, caplog):
+def test_a_group_that_cannot_be_saved_without_code_is_saved_as_its_prompt_with_a_warning(tmp_path, caplog):
     args = flags(tmp_path)
     source = RolloutDataSourceWithBuffer(args)
     groups = source.get_samples(2)
     groups[0][1].metadata["fn"] = print
     source.add_samples(groups)
     source.save(0)
-    assert "1 buffered groups are not saved, the first because sample 1: metadata.fn" in caplog.text
+    assert "1 buffered groups are saved without what they had of answers" in caplog.text
+    assert "the first because sample 1: metadata.fn" in caplog.text
     resumed = RolloutDataSourceWithBuffer(args)
     resumed.load(0)
-    assert resumed.buffer == [groups[1]]
+    assert resumed.buffer[1] == groups[1]
+    assert [(sample.prompt, sample.index, sample.metadata) for sample in resumed.buffer[0]] == [
+        ("0", 0, {}),
+        ("0", 1, {}),
+    ]
+
+
+def test_a_prompt_that_cannot_be_saved_is_an_error_that_names_the_field(tmp_path):
+    source = RolloutDataSourceWithBuffer(flags(tmp_path))
+    groups = source.get_samples(1)
+    groups[0][1].label = print
+    source.add_samples(groups)
+    with pytest.raises(SampleCodecError, match=r"sample 1: label is a builtins.builtin_function_or_method"):
+        source.save(0)
 
 
 def test_nothing_is_saved_or_loaded_without_the_flags(tmp_path):

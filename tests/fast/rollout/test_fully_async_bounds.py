@@ -246,16 +246,16 @@ def test_the_window_is_what_its_derivation_says():
                 for handed in range(0, interval * batch + 1, batch):
                     admission.handed = handed
                     for held in range(40):
-                        trained_at = (handed + held) // (interval * batch)
-                        assert admission.admits(held) == (trained_at <= limit)
+                        trained_at = [(handed + held + more) // (interval * batch) for more in range(5)]
+                        assert admission.admits(held, 5) == sum(version <= limit for version in trained_at)
 
 
 def test_admission_forgets_an_update_that_did_not_come():
     admission = Admission(limit=0, update_interval=2, batch_size=3)
     admission.handed = 6
-    assert not admission.admits(0)
+    assert admission.admits(0, 9) == 0
     admission.call_begins()
-    assert admission.admits(0)
+    assert admission.admits(0, 9) == 6
 
 
 # ---- the bound in flight
@@ -396,6 +396,48 @@ async def test_a_queue_full_of_bytes_pauses_submission(monkeypatch):
 
 
 @virtual
+async def test_a_batch_that_was_given_back_takes_up_its_bytes(monkeypatch):
+    async def generate(state: Any, group: list[Sample], **keywords: Any) -> list[Sample]:
+        return long_answer(100)(group)
+
+    size = 2 * (2048 + 2 * 48) + 2 * 80 * 100
+    async with running(monkeypatch, generate, rollout_batch_size=2, async_data_buffer_max_bytes=4 * size) as fn:
+        await fn(train(0))
+        await settle(50)
+        assert fn.queue_size == 4
+        assert fn.give_back(0) == 2
+        assert fn._finished.size_bytes == 6 * size
+        sizes = []
+        for step in range(1, 4):
+            output = await fn(train(step))
+            sizes.append(output.metrics[PREFIX + "queue_bytes"])
+            await settle(50)
+            assert fn._finished.size_bytes == 4 * size
+        assert sizes == [4 * size, 4 * size, 4 * size]
+
+
+@virtual
+async def test_small_groups_behind_a_cancelled_large_one_are_let_in(monkeypatch):
+    async with fed_by_hand(monkeypatch, async_data_buffer_max_bytes=100) as fn:
+        fn._ensure_started()
+        keys = [fn.ledger.pull(prompt_group(i)) for i in range(3)]
+        for key, size in zip(keys, (60, 90, 30), strict=True):
+            key.size_bytes = size
+        assert fn._finished.put_at_once(keys[0])
+        assert not fn._finished.put_at_once(keys[1])
+        large = asyncio.create_task(fn._finished.put(keys[1]))
+        await settle()
+        assert not fn._finished.put_at_once(keys[2]), "the large one comes first"
+        small = asyncio.create_task(fn._finished.put(keys[2]))
+        await settle()
+        assert (fn._finished.size_bytes, fn._finished.waiting_puts) == (60, 2)
+        large.cancel()
+        await settle()
+        assert small.done()
+        assert (fn._finished.size_bytes, fn._finished.waiting_puts) == (90, 0)
+
+
+@virtual
 async def test_small_groups_do_not_pass_a_large_one_that_waits_for_bytes(monkeypatch):
     generate = GatedGeneration()
     small = 2 * (2048 + 2 * 48) + 2 * 80 * 10
@@ -511,6 +553,42 @@ async def test_a_custom_store_replaces_the_queue(monkeypatch):
             assert fn.ledger.recycled_by[next(r for r in fn.ledger.recycled_by if r.value == "unused")] == 1
             assert group_indexes((await fn(train(1))).samples + output.samples) in ([2, 3], [3, 2])
             assert fn.ledger.in_flight == 4 and fn.ledger.queued == 0
+
+
+class Hesitant(Stack):
+    """Thinks about group 0, its last one, for a second before it refuses it, once."""
+
+    refuse = "unused_handler_fn"
+    refused = 0
+
+    async def get(self, **context: Any) -> Any:
+        while True:
+            prompt_group, group = await super().get(**context)
+            if self.refused or prompt_group[0].group_index != 0:
+                return prompt_group, group
+            self.refused += 1
+            await asyncio.sleep(1)
+            getattr(self.input, self.refuse)(prompt_group)
+
+
+@pytest.mark.parametrize(("refuse", "batch"), [("unused_handler_fn", [0, 1]), ("drop_fn", [1])])
+@virtual
+async def test_a_group_that_a_store_refuses_after_all_others_are_done_is_noticed(monkeypatch, refuse, batch):
+    """The worker sleeps, because the data has ended, and the call waits in the store: who tells them?"""
+
+    class TwoGroups(FakeDataSource):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            return super().get_samples(num_samples) if self.buffer or self._next_index < 2 else []
+
+    monkeypatch.setattr(Hesitant, "refuse", refuse)
+    with function_registry.temporary("hesitant", Hesitant):
+        async with running(
+            monkeypatch, data_source=TwoGroups(), rollout_batch_size=2, custom_async_data_buffer_path="hesitant"
+        ) as fn:
+            output = await asyncio.wait_for(fn(train()), 10)
+            assert group_indexes(output.samples) == batch
+            assert fn._finished.store.refused == 1
+            assert asyncio.get_running_loop().time() < 3
 
 
 # ---- flags

@@ -76,7 +76,7 @@ async def test_returned_groups_keep_their_order_over_several_failures(monkeypatc
         for failing_on in (2, 1, 3, 0):  # noqa: B007 - read by the filter
             with pytest.raises(ZeroDivisionError):
                 await fn(train())
-        assert [(await fn._next_group())[0][0].group_index for _ in range(4)] == [0, 1, 2, 3]
+        assert [(await fn._next_group()).group_index for _ in range(4)] == [0, 1, 2, 3]
 
 
 @virtual

@@ -399,7 +399,7 @@ class Numbered(RolloutDataSourceWithBuffer):
 
 async def always_aborted(state: Any, group: list[Sample], **_: Any) -> list[Sample]:
     await asyncio.sleep(1)
-    return answer(group, status=ABORTED if group[0].group_index < 4 else Sample.Status.COMPLETED)
+    return answer(group, status=ABORTED if group[0].group_index < 8 else Sample.Status.COMPLETED)
 
 
 @virtual
@@ -408,9 +408,10 @@ async def test_groups_that_fail_for_ever_do_not_keep_fresh_ones_waiting(monkeypa
         monkeypatch, always_aborted, Numbered(), rollout_batch_size=4, async_max_group_retries=1_000_000
     ) as fn:
         for step in range(5):
-            output = await fn(train(step))
-            assert group_indexes(output.samples) == list(range(4 + 4 * step, 8 + 4 * step))
-        assert asyncio.get_running_loop().time() < 15  # two seconds a batch: every other place is a fresh group's
+            async with asyncio.timeout(60):
+                output = await fn(train(step))
+            assert group_indexes(output.samples) == list(range(8 + 4 * step, 12 + 4 * step))
+        assert asyncio.get_running_loop().time() < 15  # every other place is a fresh group's
         assert fn.ledger.recycled > 15
 
 
@@ -418,13 +419,13 @@ class EndsEarly(Numbered):
     """Replaces where the data ends, and nothing else."""
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        return super().get_samples(num_samples if self.buffer or self.sample_group_index < 6 else 0)
+        return super().get_samples(num_samples if self.buffer or self.sample_group_index < 10 else 0)
 
 
 @virtual
 async def test_a_source_that_replaces_only_get_samples_is_asked_for_nothing_else(monkeypatch):
     async with running(monkeypatch, always_aborted, EndsEarly(), rollout_batch_size=4, async_max_group_retries=3) as fn:
-        assert group_indexes((await fn(train())).samples) == [4, 5]
+        assert group_indexes((await fn(train())).samples) == [8, 9]
         with pytest.raises(module.EndOfData):
             await fn(train(1))
 

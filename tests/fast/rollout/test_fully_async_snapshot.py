@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 
 from miles.rollout._fully_async_prompts import retries_of
+from miles.rollout.sample_codec import SampleCodecError
 from miles.utils.types import Sample
 from tests.fast.fakes import FakeDataSource, GatedGeneration, answer, finished, group_indexes, prompt_group
 from tests.fast.rollout.fully_async_setup import build, fed_by_hand, running, train
@@ -236,3 +238,111 @@ async def test_finished_samples_may_wait_for_a_retried_one_as_long_as_they_are_f
     assert fn.state.still_usable(samples)
     fn.on_weight_version(6)
     assert not fn.state.still_usable(samples)
+
+
+# ---- what cannot be saved
+
+
+class Handle:
+    """Something that no file can hold."""
+
+
+@virtual
+async def test_a_finished_group_that_cannot_be_saved_is_generated_again_by_the_resumed_run(monkeypatch, caplog):
+    generate = GatedGeneration()
+    async with running(
+        monkeypatch, generate, SavedSource(), rollout_batch_size=2, async_max_concurrent_samples=10
+    ) as fn:
+        call = asyncio.create_task(fn(train(0)))
+        await settle()
+        generate.finish(0, 1, 2)
+        await call  # 0 and 1 are with the trainer, 2 is queued, the others are in flight
+        await settle()
+        fn.ledger.open[1].group[1].metadata["env"] = Handle()
+        fn.ledger.open[2].group[0].handle = Handle()
+        fn.ledger.open[3].prompt_group[0].metadata["env"] = Handle()
+        state = through_json(fn.snapshot())
+
+    assert [group["group"][0]["group_index"] for group in state["finished"]] == [0]
+    assert sorted(group[0]["group_index"] for group in state["prompts"])[:3] == [1, 2, 3]
+    [first, second] = [record.getMessage() for record in caplog.records if "saved" in record.getMessage()]
+    assert first.startswith("2 finished groups are saved as prompts, to be generated again")
+    assert "sample 3: metadata.env is a " in first and "Handle, which is not saved" in first
+    assert second.startswith("3 values that were put on samples are not saved with their prompts")
+
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate, SavedSource(), rollout_batch_size=2) as fn:
+        fn.restore(state)
+        assert (fn.ledger.queued, fn.ledger.recycled) == (1, len(state["prompts"]))
+        call = asyncio.create_task(fn(train(1)))
+        await settle()
+        assert generate.started == [1, 2]
+        fn.ledger.check()
+        call.cancel()
+        await asyncio.wait({call})
+
+
+@pytest.mark.parametrize("place", ["metadata", "attribute", "label"])
+@virtual
+async def test_a_prompt_that_its_source_made_so_cannot_be_saved_at_all(monkeypatch, place):
+    class Source(SavedSource):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            groups = super().get_samples(num_samples)
+            for sample in (sample for group in groups for sample in group):
+                if place == "metadata":
+                    sample.metadata["env"] = Handle()
+                else:
+                    setattr(sample, "env" if place == "attribute" else "label", Handle())
+            return groups
+
+    async with running(monkeypatch, data_source=Source(), rollout_batch_size=1) as fn:
+        await fn(train())
+        with pytest.raises(SampleCodecError, match=r"sample \d+: (metadata\.env|env|label) is a .*Handle"):
+            fn.snapshot()
+
+
+# ---- one moment, encoded later
+
+
+@virtual
+async def test_nothing_that_happens_after_its_moment_gets_into_a_snapshot(monkeypatch):
+    generate = GatedGeneration()
+    async with running(
+        monkeypatch, generate, SavedSource(), rollout_batch_size=2, async_max_concurrent_samples=8
+    ) as fn:
+        call = asyncio.create_task(fn(train(0)))
+        await settle()
+        generate.finish(0, 1)
+        await call
+        await settle()
+        moment = fn.take_moment()
+        at_once = through_json(moment.encode())
+        fn.give_back(0)
+        fn._dynamic_filter = lambda args, group: group[0].group_index != 1
+        generate.finish(2, make=lambda group: answer(group, status=ABORTED))
+        generate.finish(3)
+        call = asyncio.create_task(fn(train(0)))
+        await settle(40)
+        assert group_indexes((await call).samples) == [0, 3]
+        assert fn.ledger.dropped == 1
+        for sample in fn.ledger.open[0].group:  # as one that starts over
+            sample.reset_for_retry()
+        assert through_json(moment.encode()) == at_once
+
+
+def test_a_moment_of_a_thousand_long_groups_costs_the_loop_little(monkeypatch):
+    """1,000 queued groups of 8 samples of 1,024 tokens."""
+    fn = build(monkeypatch, n_samples_per_prompt=8)
+    fn.ledger.clock = time.monotonic
+    for index in range(1000):
+        samples = answer(prompt_group(index, 8))
+        for sample in samples:
+            sample.tokens, sample.rollout_log_probs = list(range(1024)), [-0.5] * 1024
+        fn.ledger.enter(samples).group = list(samples)
+    costs = []
+    for _ in range(3):
+        began = time.thread_time()
+        moment = fn.take_moment()
+        costs.append(time.thread_time() - began)
+    assert min(costs) < 0.05, f"{costs} s"
+    assert len(moment.finished) == 1000

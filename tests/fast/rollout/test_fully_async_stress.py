@@ -89,7 +89,8 @@ class Schedule:
         self.trained.update(group_indexes(batch))
 
     def check_books(self, fn: FullyAsyncRolloutFn) -> None:
-        waiting = [pair[0] for pair in (*fn._finished.returned, *(fn._output._queue if fn._output else ()))]
+        waiting = [key.prompt_group for key in fn._finished.returned]
+        waiting += [pair[0] for pair in (fn._output._queue if fn._output else ())]
         in_flight = [key.prompt_group for key in fn.ledger.held_by(Owner.IN_FLIGHT)]
         places = self.trained + self.dropped + _count(self.source.added) + _count(waiting) + _count(in_flight)
         assert places == _count(self.source.pulled)

@@ -1,18 +1,21 @@
-"""A model split over ranks trains like the same model on one rank: real processes over gloo, one world for all layouts."""
+"""A model split over ranks trains like the same model on one rank: processes over gloo, one world for all layouts."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fast.backends.megatron_utils.parallel_main import Job, run, run_world
+from tests.fast.backends.megatron_utils.parallel_main import Job, assert_equal, run, run_world
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"), pytest.mark.timeout(300)]
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
+CP = "context_parallel_size"
 VPP = "num_virtual_stages_per_pipeline_rank"
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}
 LOSS = {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0, "entropy_coef": 0.01}
@@ -27,6 +30,10 @@ DENSE = {
     "interleaved": {PP: 2, VPP: 2, "micro_batch_size": 1},
     "interleaved-distributed": {PP: 2, VPP: 2, "use_distributed_optimizer": True, **DYNAMIC},
     "tensor-distributed": {TP: 2, "use_distributed_optimizer": True},
+    "sequence": {TP: 2, PP: 2, "sequence_parallel": True},
+    "context": {CP: 2, **DYNAMIC},
+    "context-sequence": {CP: 2, TP: 2, "sequence_parallel": True, "use_distributed_optimizer": True},
+    "context-pipeline": {CP: 2, PP: 2},
     "recompute": {
         TP: 2,
         PP: 2,
@@ -38,27 +45,16 @@ DENSE = {
 
 EP = "expert_model_parallel_size"
 ETP = "expert_tensor_parallel_size"
+SP = {"sequence_parallel": True}
 MOE = {
     "experts": {EP: 2},
     "experts-distributed": {EP: 2, "use_distributed_optimizer": True},
-    "experts-tensor": {EP: 2, TP: 2, ETP: 1},
-    "tensor": {TP: 2, ETP: 2},
+    "experts-tensor": {EP: 2, TP: 2, ETP: 1, **SP},
+    "tensor": {TP: 2, ETP: 2, **SP},
     "pipeline": {PP: 2},
     "data": {},
+    "context": {CP: 2, EP: 2, ETP: 1},
 }
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any], where: Any, tolerance: float = 1e-5) -> None:
-    for want, got in zip(expected["metrics"], found["metrics"], strict=True):
-        assert want.keys() == got.keys(), where
-        for key in (k for k in want if not k.startswith("perf/")):
-            assert got[key] == pytest.approx(want[key], abs=tolerance), (where, key)
-    if not found["weights"]:
-        return
-    assert found["weights"].keys() == expected["weights"].keys(), where
-    for key, tensor in expected["weights"].items():
-        difference = (found["weights"][key] - tensor).abs().max().item()
-        assert difference <= tolerance, (where, key, difference)
 
 
 def test_every_layout_of_four_ranks_equals_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from miles.ray.rollout.rollout_state import RolloutState, _write_json
+from miles.rollout._fully_async_snapshot import Moment
 from miles.rollout.base_types import RolloutFnTrainInput
 from miles.rollout.data_source import RolloutDataSourceWithBuffer
 from miles.rollout.inference_rollout.compatibility import call_rollout_function
@@ -169,6 +170,24 @@ def test_the_fully_async_rollout_goes_on_with_every_group_that_is_not_trained(
     assert len(set(trained)) == len(trained) == 12
     assert set(drained) <= set(trained[2:])
     assert set(range(8)) <= set(trained), "groups are generated at once, so they come nearly in order"
+
+
+def test_answers_are_encoded_off_the_rollout_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = RolloutDataSourceWithBuffer(make_args(tmp_path))
+    fn = build(monkeypatch, data_source=source)
+    names: list[str] = []
+    parts = Moment.parts
+
+    def note_thread(self: Moment, *pause: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return parts(self, *pause)
+
+    monkeypatch.setattr(Moment, "parts", note_thread)
+    state = RolloutState(fn, source, saves=True)
+    call_rollout_function(fn, RolloutFnTrainInput(0))
+    publish(tmp_path, state, 0)
+    run(fn.close())
+    assert names == [threading.current_thread().name] != [LOOP_THREAD_NAME]
 
 
 def test_a_batch_that_nobody_has_trained_on_is_generated_again(tmp_path: Path) -> None:

@@ -186,3 +186,35 @@ async def test_a_generate_function_with_the_wrong_return_is_named_with_the_value
 
 def test_no_path_is_no_generate_function():
     assert load_generate_function(None) is None
+
+
+async def called(generate) -> Sample:
+    input = GenerateFnInput(GenerateState(make_args()), Sample(group_index=1, index=5), {}, False)
+    return await call_generate_function(generate, input)
+
+
+@pytest.mark.parametrize("status", ["aborted", "completed", None, 3])
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_status_that_is_none_is_named_with_function_and_sample(status, several):
+    def sloppy(input):
+        input.sample.response, input.sample.status = "yes", status
+        return GenerateFnOutput([input.sample] if several else input.sample)
+
+    with pytest.raises(ValueError, match=rf"sloppy returned sample 5 of group 1 with .*{status!r} as its status"):
+        await called(sloppy)
+
+
+async def test_an_answer_that_is_still_pending_is_completed():
+    def answers(input):
+        input.sample.response = "yes"
+        return GenerateFnOutput(input.sample)
+
+    assert (await called(answers)).status is Sample.Status.COMPLETED
+
+
+async def test_a_sample_that_comes_back_as_it_went_is_an_error():
+    def forgets(input):
+        return GenerateFnOutput(input.sample)
+
+    with pytest.raises(ValueError, match=r"forgets returned sample 5 of group 1 without an answer, and still PENDING"):
+        await called(forgets)

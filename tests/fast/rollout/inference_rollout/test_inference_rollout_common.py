@@ -14,6 +14,7 @@ from miles.rollout.inference_rollout.inference_rollout_common import (
     generate_and_rm_group,
     max_concurrent_samples,
 )
+from miles.rollout.rm_hub.validation import RewardError
 from miles.utils.misc import function_registry
 from miles.utils.types import Sample
 from tests.fast.rollout.engine_stub import CharTokenizer, EngineStub, make_args
@@ -339,3 +340,44 @@ async def test_a_group_over_http(reward):
     assert [s.tokens for s in group] == [[ord(c) for c in "qok"]] * 2
     assert [s.reward for s in group] == [1.0, 1.0]
     assert [r["input_ids"] for r in engine.requests] == [[ord("q")]] * 2
+
+
+# Rewards that the generate function sets
+
+
+def rewarding(*rewards, several: bool = False):
+    async def set_reward(input):
+        sample = input.sample
+        sample.response, sample.status, sample.reward = "ok", COMPLETED, rewards[0]
+        others = [Sample(index=sample.index, response="ok", status=COMPLETED, reward=r) for r in rewards[1:]]
+        return GenerateFnOutput([sample, *others] if several else sample)
+
+    return set_reward
+
+
+@pytest.mark.parametrize("reward_value", [float("nan"), "good", 10**400, 10**5000, float("inf"), object()], ids=type)
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_reward_that_the_generate_function_sets_is_checked(reward_value, several, reward):
+    generate = rewarding(1.0, reward_value, several=True) if several else rewarding(reward_value)
+    state = state_with(generate, custom_rm_path="test:reward")
+    with pytest.raises(
+        RewardError, match=r"generate function .*set_reward returned .* for sample 3: expected a finite"
+    ):
+        await generate_and_rm(state, Sample(group_index=1, index=3), PARAMS)
+    assert reward.calls == []
+
+
+async def test_a_missing_reward_of_a_generate_function_takes_the_sample_out_by_flag(reward):
+    state = state_with(rewarding(float("nan")), custom_rm_path="test:reward", missing_reward="remove")
+    sample = await generate_and_rm(state, Sample(group_index=1, index=3), PARAMS)
+    assert (sample.reward, sample.remove_sample, state.missing_rewards) == (0.0, True, 1)
+
+
+async def test_a_failed_sample_is_not_rewarded(reward):
+    async def fail(input):
+        input.sample.status = Sample.Status.FAILED
+        return GenerateFnOutput(input.sample)
+
+    state = state_with(fail, custom_rm_path="test:reward", sample_max_retries=0)
+    sample = await generate_and_rm(state, Sample(group_index=1, index=3), PARAMS)
+    assert (sample.status, sample.reward, reward.calls) == (Sample.Status.FAILED, None, [])

@@ -141,6 +141,19 @@ class TestCustom:
         with pytest.raises(KeyError, match="mine"):
             await async_rm(custom(fail), Sample())
 
+    @pytest.mark.parametrize(
+        ("value", "shown"),
+        [(10**400, "1000"), (10**5000, "a int that is too long to be shown"), ("x" * 999, "'xxx")],
+        ids=["400 digits", "5000 digits", "text"],
+    )
+    @pytest.mark.parametrize("key", [None, "r"])
+    async def test_a_huge_value_is_an_error_with_function_and_sample(self, custom, value, shown, key):
+        args = custom(lambda args, sample: {"r": value} if key else value, reward_key=key)
+        with pytest.raises(RewardError, match=r"^custom returned .* for sample 17: .*a finite number") as caught:
+            await async_rm(args, Sample(index=17))
+        assert len(str(caught.value)) < 400
+        assert key or shown in str(caught.value)
+
     @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "0.5", [1.0], object, 1j])
     async def test_what_is_no_reward_is_an_error_with_function_sample_and_value(self, custom, value):
         args = custom(lambda args, sample: value)
