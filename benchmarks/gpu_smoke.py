@@ -88,7 +88,7 @@ def flags(size: Size, *, checkpoint: Path, prompts: Path, runs_dir: Path, device
         *("--hf-checkpoint", str(checkpoint), "--runs-dir", str(runs_dir)),
         *("--rollout-engine", "embedded", "--embedded-device", device, "--embedded-dtype", "bfloat16"),
         *("--embedded-max-running-requests", str(2 * batch)),
-        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--share-one-gpu"),
         *("--prompt-data", str(prompts), "--input-key", "input", "--label-key", "label"),
         *("--custom-rm-path", "benchmarks.gpu_smoke_task.even_tokens"),
         *("--num-rollout", str(steps), "--rollout-batch-size", str(size.prompts)),

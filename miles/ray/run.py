@@ -110,7 +110,7 @@ class Run:
     ) -> None:
         try:
             if exc is None:
-                self._trace.groups(await self._supervisor.wait(self.manager.take_group_phases.remote()))
+                self._trace.notes(await self._supervisor.wait(self.manager.end_trace.remote()))
             if isinstance(exc, StopRequested):
                 await self._save_after_stop()
             if self._evals is not None and exc is None:
@@ -158,6 +158,7 @@ class Run:
             tolerates_faults=tolerates_engine_faults(args),
             on_published=self._weights_published,
             on_view=self._learn_of_engines,
+            on_paused=lambda start, end: self._record("pause", start, end, None),
         )
         await self._write_processes(eval_pids or {})
 
@@ -176,6 +177,7 @@ class Run:
             self._processes.learn(view.pids)
             self._supervisor.learn_pids(view.pids)
         self._engine_metrics.learn(view)
+        self._trace.learn_engines({engine.url: engine.index for engine in (*view.serving, *view.waiting)})
 
     def _weights_published(self, version: int) -> None:
         if self._evals is not None:
@@ -233,7 +235,7 @@ class Run:
         """One training step on `batch`."""
         for start, end in batch.generation_intervals:
             self._record("generation", start, end, rollout_id)
-        self._trace.groups(batch.group_phases)
+        self._trace.notes(batch.trace_notes)
         self._metrics |= batch.metrics
         self._example = batch.example
         async with self._span("training", "perf/train_time", rollout_id):

@@ -53,6 +53,10 @@ class TrainActor:
         """Write a checkpoint set; the file at `rollout_state` becomes its rollout part."""
         self._trainer.save(rollout_id, rollout_state)
 
+    def finish_saving(self) -> None:
+        """Wait for the set that is still being written (--async-save)."""
+        self._trainer.finish_saving()
+
     def export_hf(self, directory: str) -> None:
         self._trainer.export_hf(directory)
 

@@ -24,12 +24,10 @@ class TrainGroup:
 
     def __init__(self, args: Namespace, bundles: Bundles) -> None:
         self._logs = Path(args.run_dir) / "logs"
-        world_size, ranks_per_node = num_trainers(args), int(args.actor_num_gpus_per_node)
+        world_size = num_trainers(args)
         actor_class = ray.remote(TrainActor)
         self.actors = [
-            actor_class.options(**bundles.actor_options(rank // ranks_per_node, gpu_share=1)).remote(
-                args, rank, world_size
-            )
+            actor_class.options(**bundles.actor_options(rank)).remote(args, rank, world_size)
             for rank in range(world_size)
         ]
 
@@ -59,6 +57,10 @@ class TrainGroup:
     async def save_model(self, rollout_id: int, rollout_state: str) -> None:
         """Write a checkpoint set; the staged file at `rollout_state` becomes its rollout part."""
         await self._call("save", rollout_id, rollout_state)
+
+    async def finish_saving(self) -> None:
+        """Wait for the set that is still being written (--async-save)."""
+        await self._call("finish_saving")
 
     async def export_hf(self, directory: str) -> None:
         await self._call("export_hf", directory)

@@ -53,12 +53,14 @@ FLAG_MODULES = (
     "miles.rollout.inference_rollout.flags",
     "miles.backends.training_utils.flags",
     "miles.backends.megatron_utils.flags",
+    "miles.backends.megatron_utils.parallel_flags",
     "miles.backends.megatron_utils.model_shape_flags",
     "miles.ray.flags",
     "miles.ray.fault_flags",
     "miles.backends.embedded_engine.flags",
     "miles.backends.sglang_utils.flags",
     "miles.utils.http_flags",
+    "miles.utils.memory.flags",
     "miles.utils.tracking_flags",
 )
 """Dotted names, loaded when a command line is parsed, so that utils imports nothing above it."""

@@ -100,20 +100,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "mixture-of-experts models are not available",
-        "a dense model (Qwen3, Qwen2, Llama)",
+        "the trainer routes tokens to experts itself; what the engine chose is not replayed",
+        "drop the flag",
         (
-            value("--num-experts", kind=int),
-            value("--moe-router-topk", kind=int),
-            value("--moe-layer-freq"),
-            value("--moe-ffn-hidden-size", kind=int),
-            switch("--moe-grouped-gemm"),
-            value("--moe-aux-loss-coeff", 0.0),
-            value("--moe-router-score-function"),
-            value("--moe-router-dtype"),
-            value("--moe-router-load-balancing-type"),
-            value("--moe-shared-expert-intermediate-size", kind=int),
-            switch("--moe-router-pre-softmax"),
             switch("--use-routing-replay"),
             switch("--use-rollout-routing-replay"),
             switch("--use-indexer-replay"),
@@ -122,7 +111,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "the model is built from config.json for dense Qwen3, Qwen2 and Llama; other layers are not available",
+        "the model is built from config.json for Qwen3 (dense, experts), Qwen2 and Llama; there are no other layers",
         "drop the flag",
         (
             values("--spec"),
@@ -138,16 +127,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "every data-parallel rank keeps the whole optimizer state",
-        "drop the flag; results are the same",
-        (switch("--use-distributed-optimizer"),),
-    ),
-    Refusal(
-        "the model is not split over ranks",
-        "drop the flag; --actor-num-gpus-per-node sets the number of data-parallel ranks",
+        "there is one way to split sequences and samples over ranks",
+        "drop the flag",
         (
-            value("--decoder-first-pipeline-num-layers", kind=int),
-            value("--decoder-last-pipeline-num-layers", kind=int),
             switch("--allgather-cp"),
             switch("--indep-dp"),
         ),
@@ -178,10 +160,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "weights travel by broadcast only",
-        "--update-weight-transfer-mode broadcast (the default)",
+        "weights travel by broadcast, or as whole files that engines read where they were written",
+        "--update-weight-transfer-mode broadcast (the default), or disk-delta with --update-weight-disk-dir",
         (
-            value("--update-weight-disk-dir"),
             value("--update-weight-local-checkpoint-dir"),
             value("--update-weight-delta-encoding", "xor"),
             value("--update-weight-delta-checksum", "xxh3-128"),
@@ -285,10 +266,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "checkpoints are written at once, and all of them are kept",
+        "all checkpoints are kept",
         "--save with --save-interval; delete old sets outside the run",
         (
-            switch("--async-save"),
             value("--save-retain-interval", kind=int),
             value("--ref-ckpt-step", kind=int),
         ),

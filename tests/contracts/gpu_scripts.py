@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from examples.quickstart.make_base_model import make_tokenizer
 from miles.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
+from miles.backends.sglang_utils import server_rules
 from miles.ray.preflight import preflight
 from miles.utils import arguments, refused_flags
 from miles.utils.refused_values import REFUSED_VALUES
@@ -103,12 +104,15 @@ class Shims:
         return Command(call["argv"][1:], call["environment"], call["cwd"])
 
 
-def check(command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Verdict:
-    """What train_async.py would say to this command on a machine with CUDA devices and SGLang."""
+def check(
+    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, has_gpus: bool = True
+) -> Verdict:
+    """What train_async.py would say to this command on a machine that has SGLang, and CUDA devices or none."""
     assert Path(command.argv[0]).name == "train_async.py", command.argv
     argv = command.argv[1:]
-    monkeypatch.setattr(arguments, "cuda_device_present", lambda: True)
-    monkeypatch.setattr(arguments, "sglang_installed", lambda: True)
+    monkeypatch.setattr(arguments, "cuda_device_present", lambda: has_gpus)
+    for module in (arguments, server_rules):
+        monkeypatch.setattr(module, "sglang_installed", lambda: True)
     name = arguments.EXPERIMENTAL_ROLLOUT_ENV
     monkeypatch.setenv(name, command.environment.get(name, ""))
     given, _, _ = arguments.build_parser(argv=argv).read(argv)

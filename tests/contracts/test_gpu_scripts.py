@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +17,7 @@ from examples.fully_async.run_qwen3_30b_a3b_fully_async import Launch, parse
 from miles.backends.megatron_utils import flags as trainer_flags
 from miles.utils.arguments import check_runtime_env
 from tests.contracts.gpu_scripts import ROOT, Command, Shims, Verdict, check, make_checkpoint, make_math_data
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.e2e.megatron.fully_async_run import H100, flags, write_arithmetic
 
 EXAMPLES = ROOT / "examples" / "fully_async"
 VARIABLE = "MILES_EXPERIMENTAL_ROLLOUT_REFACTOR"
@@ -44,7 +42,7 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def verdict_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    return lambda command: check(command, monkeypatch, caplog)
+    return lambda command, has_gpus=True: check(command, monkeypatch, caplog, has_gpus=has_gpus)
 
 
 def assert_nothing_is_wrong(verdict: Verdict) -> None:
@@ -144,6 +142,19 @@ def test_the_multi_node_job(shims: Shims, places: dict[str, str], verdict_on) ->
     assert_nothing_is_wrong(verdict)
     if verdict.args is not None:
         check_runtime_env(verdict.args, env_vars)
+
+
+def test_a_head_node_without_gpus_can_drive_it(places: dict[str, str], verdict_on) -> None:
+    launch = Launch(model=places["MODEL"], data=places["DATA"], out=places["OUT"])
+    command = Command(launch.command([])[1:], launch.environment(), str(ROOT))
+    assert_nothing_is_wrong(verdict_on(command, has_gpus=False))
+
+
+def test_the_run_of_the_8_gpu_test(tmp_path: Path, places: dict[str, str], verdict_on) -> None:
+    prompts = write_arithmetic(tmp_path / "prompts.jsonl", count=64, as_messages=True)
+    words = flags(H100, checkpoint=Path(places["MODEL"]), prompts=prompts, runs_dir=tmp_path / "runs")
+    assert H100.trainers + H100.rollout_gpus == 8
+    assert_nothing_is_wrong(verdict_on(Command(["train_async.py", *words], {VARIABLE: "1"}, str(ROOT))))
 
 
 def test_a_mistake_in_a_script_is_found(places: dict[str, str], verdict_on) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -37,6 +38,7 @@ class InfoRoutes:
             ("/server_info", self.server_info),
             ("/get_server_info", self.server_info),
             ("/v1/models", self.models),
+            ("/v1/loads", self.loads),
         ):
             app.router.add_get(path, handler)
 
@@ -127,6 +129,21 @@ class InfoRoutes:
                 "frontend": "python",
             }
         )
+
+    async def loads(self, _: web.Request) -> web.Response:
+        """What the engine computes and what waits, now."""
+        state = await self._service.on_engine(lambda scheduler: scheduler.info())
+        load = {
+            "timestamp": time.time(),
+            "dp_rank": 0,
+            "num_running_reqs": state["num_running_reqs"],
+            "num_waiting_reqs": state["num_waiting_reqs"],
+            "num_used_tokens": state["kv_cache_tokens"],
+            "max_total_num_tokens": state["max_total_num_tokens"],
+            "max_running_requests": self._service.config.max_running_requests,
+        }
+        now = datetime.now(UTC).isoformat()
+        return _json({"timestamp": now, "version": VERSION, "num_accelerators": 1, "loads": [load]})
 
     async def models(self, _: web.Request) -> web.Response:
         loaded = self._service.loaded

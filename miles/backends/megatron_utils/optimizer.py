@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def wrap_data_parallel(stages: Sequence[torch.nn.Module], args: Namespace) -> list[torch.nn.Module]:
+def wrap_data_parallel(stages: Sequence[torch.nn.Module], args: Namespace) -> list[DistributedDataParallel]:
     """Gradients accumulate in one flat buffer a stage over micro-batches and are reduced once, behind the last."""
     config = get_model_config(stages[0])
     ddp_config = DistributedDataParallelConfig(
@@ -94,7 +94,9 @@ def optimizer_step(optimizer: MegatronOptimizer, *, check_for_nan: bool) -> tupl
     if found_inf:
         return False, grad_norm
     if grad_norm > optimizer.config.clip_grad:
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm)
+        for inner in optimizer.chained_optimizers:  # experts have one of their own
+            if not inner.is_stub_optimizer and inner.get_parameters():
+                clip_grad_by_total_norm_fp32(inner.get_parameters(), inner.config.clip_grad, grad_norm)
     return bool(optimizer.step_with_ready_grads()), grad_norm
 
 

@@ -110,9 +110,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: Any, stages: Sequence[torch.nn.Module], hf: HFModelConfig) -> None:
         self._hf = hf
-        self._inner = [
-            inner for inner in optimizer.chained_optimizers if not getattr(inner, "is_stub_optimizer", False)
-        ]
+        self._inner = [inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
         places = _places(self._inner)
         # The copy of a tied embedding is optimized like the embedding itself; on load it gets the same state.
         self.params = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,8 @@ def micro_batch(batch: dict[str, Any], indices: Sequence[int], *, pad_multiple: 
     return MicroBatch(samples, row, packed_params(row.cu_seqlens, lengths, with_layout=with_layout))
 
 
-def pad_multiple(args: Namespace, *, on_gpu: bool) -> int:
-    """Rows are padded to a multiple of this: `--data-pad-size-multiplier` on a GPU, where kernels want it; 1 on a CPU,
-    where padding is only work."""
-    return (getattr(args, "data_pad_size_multiplier", None) or 128) if on_gpu else 1
+def pad_multiple(args: Namespace, *, on_gpu: bool, ranks: int) -> int:
+    """Rows are padded to a multiple of this: `--data-pad-size-multiplier` on a GPU, where kernels want it; no more than
+    `ranks`, which share a row (sequence parallelism), on a CPU, where padding is only work."""
+    kernels = (getattr(args, "data_pad_size_multiplier", None) or 128) if on_gpu else 1
+    return math.lcm(kernels, ranks)

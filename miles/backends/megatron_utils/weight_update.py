@@ -27,11 +27,18 @@ import logging
 import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from miles.backends.megatron_utils.engine_client import EngineClient, WeightUpdateError, on_all, results, spawn
+from miles.backends.megatron_utils.engine_client import (
+    EngineClient,
+    on_all,
+    raise_blamed_on,
+    results,
+    silent_engines,
+    spawn,
+)
 from miles.backends.megatron_utils.update_group import UpdateGroup
 from miles.backends.megatron_utils.weight_bracket import PAUSE_MODES, Bracket
 from miles.backends.megatron_utils.wire import WirePacker
@@ -43,8 +50,6 @@ if TYPE_CHECKING:
     from miles.backends.megatron_utils.wire import Piece, WireBucket
 
 logger = logging.getLogger(__name__)
-
-_SIGN_OF_LIFE_SECS = 5.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,10 @@ class WeightUpdateConfig:
     flush_timeout_secs: float
     dtype: torch.dtype | None = None
     """The engines' number format, to which weights are cast; None: they keep the trainer's."""
+    disk_directory: str | None = None
+    """Where weights are written for engines to read, instead of being sent; None: they are sent."""
+    source: str = ""
+    """The checkpoint whose config and tokenizer lie beside weights on disk."""
 
     @staticmethod
     def from_args(args: Namespace) -> WeightUpdateConfig:
@@ -79,10 +88,12 @@ class WeightUpdateConfig:
             buffer_bytes=buffer_bytes,
             flattened=True,
             ranks_per_engine=getattr(args, "rollout_num_gpus_per_engine", None) or 1,
-            backend="nccl" if torch.cuda.is_available() else "gloo",
+            backend=_backend(args),
             timeout_secs=getattr(args, "update_weight_timeout_secs", 120.0),
             flush_timeout_secs=60.0,
             dtype=_engine_dtype(args),
+            disk_directory=_disk_directory(args),
+            source=getattr(args, "hf_checkpoint", None) or "",
         )
 
     @property
@@ -91,11 +102,26 @@ class WeightUpdateConfig:
         return WirePacker.piece_bytes(self.buffer_bytes)
 
 
+def _backend(args: Namespace) -> str:
+    """nccl between GPUs; it refuses two ranks on one, which therefore meet in host memory."""
+    shares_device = bool(getattr(args, "share_one_gpu", False))
+    return "nccl" if torch.cuda.is_available() and not shares_device else "gloo"
+
+
 def _engine_dtype(args: Namespace) -> torch.dtype:
     if getattr(args, "rollout_engine", None) == "embedded":
         dtype: torch.dtype = getattr(torch, getattr(args, "embedded_dtype", None) or "float32")
         return dtype
     return torch.bfloat16 if getattr(args, "bf16", False) else torch.float32
+
+
+def _disk_directory(args: Namespace) -> str | None:
+    if getattr(args, "update_weight_transfer_mode", "broadcast") != "disk-delta":
+        return None
+    directory: str | None = getattr(args, "update_weight_disk_dir", None)
+    if not directory:
+        raise ValueError("--update-weight-transfer-mode disk-delta needs --update-weight-disk-dir")
+    return directory
 
 
 class WeightUpdater:
@@ -123,8 +149,10 @@ class WeightUpdater:
         self.close()
         config = self._config
         self._engines = [EngineClient(url.rstrip("/"), config.timeout_secs) for url in engine_urls]
-        if silent := _silent(self._engines):  # else the others would wait in the group for an engine that never comes
-            _raise_blamed_on(silent)
+        if silent := silent_engines(
+            self._engines
+        ):  # else the others would wait in the group for an engine that never comes
+            raise_blamed_on(silent)
         try:
             self._group = UpdateGroup.form(
                 self._engines,
@@ -133,8 +161,8 @@ class WeightUpdater:
                 timeout_secs=config.timeout_secs,
             )
         except RuntimeError as error:
-            if silent := _silent(self._engines):
-                _raise_blamed_on(silent, error)
+            if silent := silent_engines(self._engines):
+                raise_blamed_on(silent, error)
             raise
 
     def update(self, pieces: Iterable[Piece], version: int) -> dict[str, float]:
@@ -165,7 +193,7 @@ class WeightUpdater:
             transfer_seconds = time.perf_counter() - transfer_start
             bracket.close()
         except BaseException as error:
-            silent = _silent(self._engines)
+            silent = silent_engines(self._engines)
             answering = [engine for engine in self._engines if engine not in silent]
             bracket.abandon(answering)
             if bracket.weights_touched:
@@ -173,7 +201,7 @@ class WeightUpdater:
             if sending is not None:
                 wait([sending], timeout=2.0)  # leaving the group has ended it
             if silent and isinstance(error, RuntimeError):  # refusals, and failures of the broadcast itself
-                _raise_blamed_on(silent, error)
+                raise_blamed_on(silent, error)
             raise
         seconds = time.perf_counter() - start
         logger.info("the engines have weight version %d after %.3f s", version, seconds)
@@ -209,7 +237,10 @@ class WeightUpdater:
         }
         group = self._group
         calls = [spawn(engine.post, "/update_weights_from_distributed", payload) for engine in self._engines]
-        group.broadcast([bucket.data] if self._config.flattened else bucket.tensors())
+        tensors = [bucket.data] if self._config.flattened else bucket.tensors()
+        if self._config.backend == "gloo":
+            tensors = [tensor.cpu() for tensor in tensors]  # itself where it is there already
+        group.broadcast(tensors)
         results(calls)
         group.wait_until_sent()
 
@@ -225,28 +256,6 @@ def _next(buckets: Any) -> WireBucket | None:
     if bucket is not None and bucket.data.is_cuda:
         torch.cuda.current_stream(bucket.data.device).synchronize()
     return bucket
-
-
-def _silent(engines: Sequence[EngineClient]) -> list[EngineClient]:
-    """The engines that give no sign of life within seconds; side by side."""
-
-    def answers(engine: EngineClient) -> bool:
-        try:
-            EngineClient(engine.url, min(_SIGN_OF_LIFE_SECS, engine.timeout_secs)).request("GET", "/model_info")
-        except WeightUpdateError:
-            return False
-        return True
-
-    return [engine for engine, alive in zip(engines, on_all(engines, answers), strict=True) if not alive]
-
-
-def _raise_blamed_on(silent: Sequence[EngineClient], error: Exception | None = None) -> NoReturn:
-    """Raise `error` so that it names the silent engines, and not one that failed because of them."""
-    urls = tuple(engine.url for engine in silent)
-    if isinstance(error, WeightUpdateError) and error.engine_url in urls:
-        raise error.naming(urls)
-    seen = f"; seen as: {error}" if error is not None else ""
-    raise WeightUpdateError(urls[0], "/model_info", None, f"no sign of life{seen}").naming(urls) from error
 
 
 def engine_checksums(engines: Sequence[EngineClient]) -> list[dict[str, str]]:

@@ -6,7 +6,8 @@ import asyncio
 from argparse import Namespace
 from typing import TYPE_CHECKING, Protocol
 
-from miles.ray.rollout.engine import make_engines
+from miles.ray.rollout.engine import make_engine
+from miles.ray.rollout.engine_size import EngineSize
 from miles.ray.rollout.router import Router
 from miles.utils.http_utils import find_available_port, get_host_info
 
@@ -55,7 +56,10 @@ class RayEvalServers:
 
     async def start(self) -> list[str]:
         self._router = Router(self._args, name="eval-router")
-        self._engines = make_engines(self._args, self._bundles, kind="eval-engine")
+        self._engines = [
+            make_engine(self._args, i, self._bundles, kind="eval-engine")
+            for i in range(EngineSize.from_args(self._args).count)
+        ]
         started = asyncio.gather(*(engine.start() for engine in self._engines))
         urls, _ = await asyncio.gather(started, self._router.start())
         await self._router.add_engines(urls)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 from ray.exceptions import RayActorError
 
-from miles.ray.cluster import num_engines
 from miles.ray.rollout.engine_actor import EngineActor
 from miles.ray.rollout.engine_size import EngineSize
 from miles.utils.http_utils import HttpRequestError, get, wait_http_ok
@@ -57,11 +56,6 @@ def make_engine(args: Namespace, index: int, bundles: Bundles, kind: str = "engi
     if kind == "engine" and getattr(args, "rollout_external", False):
         return ExternalEngine(args, f"{kind}-{index}", external_engine_urls(args)[index])
     return RayEngine(args, index, bundles, kind)
-
-
-def make_engines(args: Namespace, bundles: Bundles, kind: str = "engine") -> list[Engine]:
-    """The engines of the run, or those that only evaluate (`kind` eval-engine), not yet started."""
-    return [make_engine(args, i, bundles, kind) for i in range(num_engines(args))]
 
 
 def external_engine_urls(args: Namespace) -> list[str]:

@@ -53,20 +53,18 @@ class RouterClient:
 
     async def remove_engines(self, engine_urls: list[str]) -> None:
         """Take engines out and wait until the router has forgotten them. One that it does not know is no error."""
-        async with aiohttp.ClientSession(self.url) as session:
-            for worker in await _workers(session):
-                if worker["url"] in engine_urls:
-                    async with session.delete(f"/workers/{worker['id']}") as response:
-                        if response.status != 404:  # gone by itself meanwhile
+        async with aiohttp.ClientSession(self.url) as session, asyncio.timeout(_REGISTRATION_TIMEOUT_SECS):
+            while ids := [worker["id"] for worker in await _workers(session) if worker["url"] in engine_urls]:
+                for worker_id in ids:
+                    async with session.delete(f"/workers/{worker_id}") as response:
+                        if response.status != 404:  # gone meanwhile
                             response.raise_for_status()
-            async with asyncio.timeout(_REGISTRATION_TIMEOUT_SECS):
-                while not (await _urls(session)).isdisjoint(engine_urls):  # noqa: ASYNC110 - a remote state
-                    await asyncio.sleep(_REGISTRATION_POLL_SECS)
+                await asyncio.sleep(_REGISTRATION_POLL_SECS)
 
     async def engine_urls(self) -> set[str]:
         """Every engine that is registered, healthy or not."""
         async with aiohttp.ClientSession(self.url) as session:
-            return await _urls(session)
+            return {worker["url"] for worker in await _workers(session)}
 
 
 async def _workers(session: aiohttp.ClientSession) -> list[dict[str, Any]]:
@@ -74,10 +72,6 @@ async def _workers(session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         response.raise_for_status()
         workers: list[dict[str, Any]] = (await response.json())["workers"]
     return workers
-
-
-async def _urls(session: aiohttp.ClientSession) -> set[str]:
-    return {worker["url"] for worker in await _workers(session)}
 
 
 async def _healthy_engines(session: aiohttp.ClientSession) -> set[str]:

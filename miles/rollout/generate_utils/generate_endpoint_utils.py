@@ -14,6 +14,7 @@ import base64
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from miles.rollout.generate_utils.attempts import answered_by
 from miles.rollout.generate_utils.request_ids import with_request_id
 from miles.utils.types import Sample
 
@@ -154,6 +155,7 @@ async def update_sample_from_response(
     ValueError where the engine returned tokens without log-probabilities.
     """
     meta_info = output["meta_info"]
+    answered_by(meta_info)
     log_probs, tokens = _output_log_probs_and_tokens(output)
 
     if update_loss_mask and sample.loss_mask is None:

@@ -126,6 +126,7 @@ async def test_generate_answers_ids_text_and_logprobs(client: Client) -> None:
     meta = answer["meta_info"]
     assert answer["text"] == char_text(answer["output_ids"])
     assert meta["id"] == "mine"
+    assert meta["engine_url"].startswith("http://")
     assert meta["finish_reason"] == {"type": "length", "length": 5}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["output_token_logprobs_length"]) == (6, 5, 5)
     assert meta["weight_version"] == "default"

@@ -1,12 +1,12 @@
-"""A model split over ranks trains like the same model on one rank: real processes over gloo."""
+"""A model split over ranks trains like the same model on one rank: processes over gloo, one world for all layouts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fast.backends.megatron_utils.parallel_main import Job, run, run_world
+from tests.fast.backends.megatron_utils.parallel_main import Job, assert_equal, run, run_world
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +29,7 @@ DENSE = {
     "interleaved": {PP: 2, VPP: 2, "micro_batch_size": 1},
     "interleaved-distributed": {PP: 2, VPP: 2, "use_distributed_optimizer": True, **DYNAMIC},
     "tensor-distributed": {TP: 2, "use_distributed_optimizer": True},
+    "sequence": {TP: 2, PP: 2, "sequence_parallel": True},
     "recompute": {
         TP: 2,
         PP: 2,
@@ -40,27 +41,15 @@ DENSE = {
 
 EP = "expert_model_parallel_size"
 ETP = "expert_tensor_parallel_size"
+SP = {"sequence_parallel": True}
 MOE = {
     "experts": {EP: 2},
     "experts-distributed": {EP: 2, "use_distributed_optimizer": True},
-    "experts-tensor": {EP: 2, TP: 2, ETP: 1},
-    "tensor": {TP: 2, ETP: 2},
+    "experts-tensor": {EP: 2, TP: 2, ETP: 1, **SP},
+    "tensor": {TP: 2, ETP: 2, **SP},
     "pipeline": {PP: 2},
     "data": {},
 }
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any], where: Any, tolerance: float = 1e-5) -> None:
-    for want, got in zip(expected["metrics"], found["metrics"], strict=True):
-        assert want.keys() == got.keys(), where
-        for key in (k for k in want if not k.startswith("perf/")):
-            assert got[key] == pytest.approx(want[key], abs=tolerance), (where, key)
-    if not found["weights"]:
-        return
-    assert found["weights"].keys() == expected["weights"].keys(), where
-    for key, tensor in expected["weights"].items():
-        difference = (found["weights"][key] - tensor).abs().max().item()
-        assert difference <= tolerance, (where, key, difference)
 
 
 def test_every_layout_of_four_ranks_equals_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
