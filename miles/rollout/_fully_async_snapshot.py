@@ -171,7 +171,7 @@ class KeepsState:
         if self._worker is not None:
             raise RuntimeError("restore comes before the first call")
         self._finished.restore(restore_state(state, self.ledger, self._trainer.versions, self._prompts))
-        self._window = LedgerWindow(self.ledger)
+        self._window = LedgerWindow(self.ledger, restored=int(state["ledger"]["in_flight"]))
 
 
 def restore_state(

@@ -22,7 +22,6 @@ REFUSED_VALUES: tuple[RefusedValue, ...] = (
         "it needs a critic, and there is none",
         "grpo, gspo, reinforce_plus_plus or reinforce_plus_plus_baseline",
     ),
-    RefusedValue("--context-parallel-size", _only(1), "sequences are not split over ranks yet", "1"),
     RefusedValue(
         "--update-weight-transfer-mode",
         _only("broadcast", "disk-delta"),

@@ -15,6 +15,7 @@ import pytest
 
 from examples.fully_async.run_qwen3_30b_a3b_fully_async import Launch, parse
 from miles.backends.megatron_utils import flags as trainer_flags
+from miles.tools.memory import estimate
 from miles.utils.arguments import check_runtime_env
 from tests.contracts.gpu_scripts import ROOT, Command, Shims, Verdict, check, make_checkpoint, make_math_data
 from tests.e2e.megatron.fully_async_run import H100, flags, write_arithmetic
@@ -56,6 +57,11 @@ def hints_at_a_later_release(line: str) -> bool:
     return line.partition(" ")[0][2:].replace("-", "_") in trainer_flags.NO_EFFECT
 
 
+def assert_it_fits(command: Command) -> None:
+    """Trainer and engines are expected to fit GPUs of 80 GB."""
+    assert estimate([*command.argv[1:], "--gpu-memory-gib", "80"]).problems() == []
+
+
 def value_of(command: Command, flag: str) -> str:
     return command.argv[command.argv.index(flag) + 1]
 
@@ -69,6 +75,7 @@ def test_the_one_node_script(tmp_path: Path, shims: Shims, places: dict[str, str
     assert "--dynamic-sampling-filter-path" in command.argv
     assert int(value_of(command, "--actor-num-gpus-per-node")) + int(value_of(command, "--rollout-num-gpus")) == 8
     assert_nothing_is_wrong(verdict_on(command))
+    assert_it_fits(command)
 
 
 def test_its_further_arguments_come_last(tmp_path: Path, shims: Shims, places: dict[str, str]) -> None:
@@ -96,6 +103,7 @@ def test_the_python_launcher(shims: Shims, places: dict[str, str], verdict_on) -
     assert command.environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
     assert command.argv[-2:] == ["--seed", "7"]
     assert_nothing_is_wrong(verdict_on(command))
+    assert_it_fits(command)
 
 
 def test_the_python_launcher_can_only_show_the_command(
@@ -138,6 +146,7 @@ def test_the_multi_node_job(shims: Shims, places: dict[str, str], verdict_on) ->
     assert not print_only and further == ["--seed", "7"]
     command = Command(launch.command(further)[1:], env_vars | launch.environment(), str(ROOT))
     assert value_of(command, "--actor-num-nodes") == "2" and value_of(command, "--rollout-num-gpus") == "16"
+    assert_it_fits(command)
     verdict = verdict_on(command)
     assert_nothing_is_wrong(verdict)
     if verdict.args is not None:
@@ -154,7 +163,9 @@ def test_the_run_of_the_8_gpu_test(tmp_path: Path, places: dict[str, str], verdi
     prompts = write_arithmetic(tmp_path / "prompts.jsonl", count=64, as_messages=True)
     words = flags(H100, checkpoint=Path(places["MODEL"]), prompts=prompts, runs_dir=tmp_path / "runs")
     assert H100.trainers + H100.rollout_gpus == 8
-    assert_nothing_is_wrong(verdict_on(Command(["train_async.py", *words], {VARIABLE: "1"}, str(ROOT))))
+    command = Command(["train_async.py", *words], {VARIABLE: "1"}, str(ROOT))
+    assert_nothing_is_wrong(verdict_on(command))
+    assert_it_fits(command)
 
 
 def test_a_mistake_in_a_script_is_found(places: dict[str, str], verdict_on) -> None:

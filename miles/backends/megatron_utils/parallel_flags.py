@@ -114,6 +114,11 @@ def validate(args: Namespace) -> None:
         not args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex",
         f"--moe-enable-deepep needs --moe-token-dispatcher-type flex, got {args.moe_token_dispatcher_type}",
     )
+    require(
+        args.context_parallel_size == 1 or args.loss_type != "custom_loss",
+        f"--context-parallel-size {args.context_parallel_size} does not go with --loss-type custom_loss: the function "
+        "gets the logits of whole sequences",
+    )
     world = args.actor_num_nodes * args.actor_num_gpus_per_node
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world % model:

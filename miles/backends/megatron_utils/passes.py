@@ -59,6 +59,7 @@ def log_prob_pass(
             batch.samples["response_lengths"],
             temperature=temperature,
             shard=shard,
+            **batch.split,
         )
         return log_probs
 
@@ -90,7 +91,7 @@ def training_pass(
     def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logits, shard = (_vocabulary if whole_logits else _own_vocabulary)(output, vocab_size)
         compute = _loss_with_own_log_probs if reuse_forward else loss_from_logits
-        total, metrics = compute(loss_config, batch.samples, logits, batch.row.tokens, shard=shard)
+        total, metrics = compute(loss_config, batch.samples, logits, batch.row.tokens, shard=shard, **batch.split)
         return total * factor, metrics
 
     for stage in stages:
@@ -109,8 +110,7 @@ def _loss_with_own_log_probs(
     samples: dict[str, Any],
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    *,
-    shard: VocabularyShard | None,
+    **split: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The policy loss where the current log-probabilities are also the ones before the step."""
     log_probs, entropies = response_log_probs(
@@ -120,7 +120,7 @@ def _loss_with_own_log_probs(
         samples["response_lengths"],
         temperature=config.temperature,
         with_entropy=config.needs_entropy,
-        shard=shard,
+        **split,
     )
     samples["log_probs"] = [row.detach() for row in log_probs]
     return policy_loss(config, samples, log_probs, entropies)
@@ -154,7 +154,7 @@ def _run(
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        output = model(batch.row.tokens, batch.row.position_ids, None, packed_seq_params=batch.params)
+        output = model(*batch.model_inputs, None, packed_seq_params=batch.params)
         return output, partial(on_logits, batch)
 
     results: list[Any] = get_forward_backward_func()(

@@ -306,18 +306,18 @@ class MegatronTrainer:
         parts = micro_batch_indices(
             self._args,
             lengths,
+            cp_size=self._layout.context,
             multiple_of=self._layout.micro_batch_multiple,
             forward_only=forward_only,
             max_over_dp=parallel.max_over_data_parallel,
         )
         indices = [[samples[i] for i in part] for part in parts]
         on_gpu = self._device.type == "cuda"
-        sharing = self._layout.tensor if self._layout.sequence_parallel else 1
         return [
             micro_batch(
                 batch,
                 part,
-                pad_multiple=pad_multiple(self._args, on_gpu=on_gpu, ranks=sharing),
+                pad_multiple=pad_multiple(self._args, self._layout, on_gpu=on_gpu),
                 with_layout=not use_transformer_engine(self._args),
             )
             for part in indices

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
+CP = "context_parallel_size"
 VPP = "num_virtual_stages_per_pipeline_rank"
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}
 LOSS = {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0, "entropy_coef": 0.01}
@@ -30,6 +31,9 @@ DENSE = {
     "interleaved-distributed": {PP: 2, VPP: 2, "use_distributed_optimizer": True, **DYNAMIC},
     "tensor-distributed": {TP: 2, "use_distributed_optimizer": True},
     "sequence": {TP: 2, PP: 2, "sequence_parallel": True},
+    "context": {CP: 2, **DYNAMIC},
+    "context-sequence": {CP: 2, TP: 2, "sequence_parallel": True, "use_distributed_optimizer": True},
+    "context-pipeline": {CP: 2, PP: 2},
     "recompute": {
         TP: 2,
         PP: 2,
@@ -49,6 +53,7 @@ MOE = {
     "tensor": {TP: 2, ETP: 2, **SP},
     "pipeline": {PP: 2},
     "data": {},
+    "context": {CP: 2, EP: 2, ETP: 1},
 }
 
 
