@@ -14,15 +14,13 @@ is saved first.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
 import logging
 import signal
-import threading
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -33,13 +31,13 @@ from miles.ray.faults import tolerates_engine_faults
 from miles.ray.placement_group import create_placement
 from miles.ray.process_list import ProcessList
 from miles.ray.ray_processes import own_ray_processes
+from miles.ray.resume import choose_checkpoint, rollout_part
 from miles.ray.rollout.rollout_manager import GeneratedBatch, RolloutManager
 from miles.ray.step_metrics import fully_async_driver_metrics
 from miles.ray.steps import Steps
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.ray.train_group import TrainGroup
 from miles.ray.weight_publisher import WeightPublisher
-from miles.utils.checkpoint_set import newest_readable
 from miles.utils.console import StepConsole, print_note
 from miles.utils.file_errors import named_errors
 from miles.utils.misc import should_run_periodic_action
@@ -48,7 +46,7 @@ from miles.utils.tracking import Tracker, write_run_config
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from types import TracebackType
 
     from ray import ObjectRef
@@ -59,8 +57,6 @@ if TYPE_CHECKING:
     from miles.ray.rollout.rollout_manager import DataEnd
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Together they keep the promise that a stopped run is gone within 15 s.
 _SAVE_SECS = 8.0
@@ -144,7 +140,7 @@ class Run:
         self.num_rollout: int = args.num_rollout
         self.trainers = TrainGroup(args, placement.trainers)
         self.trainers.watch(self._supervisor)
-        checkpoint = await self._choose_checkpoint()
+        checkpoint = await self._supervisor.wait(choose_checkpoint(args.load))
         self._evals = make_eval_dispatcher(args, placement.eval_engines, self._export_hf, self._publish_eval)
         evals_started = self._evals.start() if self._evals is not None else _nothing()
         _, resumed_at, eval_pids = await self._supervisor.wait(
@@ -152,7 +148,9 @@ class Run:
         )
         self._supervisor.watch("rollout_manager", self.manager, self._log("rollout_manager"), endless=True)
         self.start_rollout_id: int = resumed_at if args.start_rollout_id is None else args.start_rollout_id
-        await self._resume_rollout(checkpoint, resumed_at)
+        if (start := self.start_rollout_id) > 0:
+            checkpoint = rollout_part(checkpoint, start=start, resumed_at=resumed_at)
+            await self._supervisor.wait(self.manager.load.remote(start - 1, checkpoint))
         self._steps = Steps(args, self.manager, self.trainers)
         self._weights = WeightPublisher(
             self.manager,
@@ -163,31 +161,6 @@ class Run:
             on_paused=lambda start, end: self._record("pause", start, end, None),
         )
         await self._write_processes(eval_pids or {})
-
-    async def _choose_checkpoint(self) -> str | None:
-        """The set that trainer and rollout side go on from; None where there is none."""
-        if not self.args.load:
-            return None
-        chosen = await self._supervisor.wait(_in_daemon_thread(newest_readable, self.args.load))
-        if chosen is None:
-            print_note(f"--load {self.args.load} holds no checkpoint of a run: starting from its beginning")
-            return None
-        print_note(f"resuming from {chosen}")
-        return str(chosen)
-
-    async def _resume_rollout(self, checkpoint: str | None, resumed_at: int) -> None:
-        """Bring the rollout side to where the trainer is, or to where --start-rollout-id says."""
-        start = self.start_rollout_id
-        if checkpoint is not None and start != resumed_at:
-            logger.warning(
-                "--start-rollout-id %d is not the loaded checkpoint's %d: its rollout part is left out, and prompts go "
-                "on from what the data source itself has kept, or else start from the beginning",
-                start,
-                resumed_at,
-            )
-            checkpoint = None
-        if start > 0:
-            await self._supervisor.wait(self.manager.load.remote(start - 1, checkpoint))
 
     async def _write_processes(self, eval_pids: dict[str, int]) -> None:
         rollout = await self._supervisor.wait(self.manager.pids.remote())
@@ -403,22 +376,6 @@ async def _nothing() -> None: ...
 
 async def _result(ref: Any) -> Any:
     return await ref
-
-
-async def _in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
-    """Like `asyncio.to_thread`, but the program's end does not wait for the thread: a stop must not take as long as
-    reading a large checkpoint does."""
-    loop = asyncio.get_running_loop()
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def call() -> None:
-        try:
-            outcome.set_result(function(*args))
-        except BaseException as error:  # whatever it is, it is the outcome
-            outcome.set_exception(error)
-
-    threading.Thread(target=call, name=function.__name__, daemon=True).start()
-    return await asyncio.wrap_future(outcome, loop=loop)
 
 
 __all__ = ["Run", "RunFailed", "StopRequested"]

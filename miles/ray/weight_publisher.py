@@ -127,7 +127,7 @@ class WeightPublisher:
                     raise
                 logger.warning("the update is repeated without the engine that failed: %s", failure)
                 await self._manager.fail_update.remote(
-                    engines, failure.engine_url, str(failure), failure.status is not None
+                    engines, failure.engine_urls, str(failure), failure.status is not None
                 )
                 continue
             self._take_in(await self._manager.finish_update.remote(engines, version))

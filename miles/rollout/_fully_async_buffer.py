@@ -122,7 +122,9 @@ class DefaultDataBuffer:
     def get_nowait(self) -> Any:
         """The oldest group. Raises asyncio.QueueEmpty."""
         item = (self.queue or self.open()).get_nowait()
-        self._shrink(item.size_bytes if item.__class__ is GroupKey else _size(item))
+        self.size_bytes -= item.size_bytes if item.__class__ is GroupKey else _size(item)
+        if self.capacity_bytes is not None:
+            self._shrunk.set()
         return item
 
     def get_metrics(self) -> dict[str, Any]:

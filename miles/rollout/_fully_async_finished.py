@@ -99,20 +99,16 @@ class FinishedGroups:
                 if key.owner is Owner.IN_FLIGHT:  # else it was refused, or has been handed out already
                     self._ledger.queue(key)
             else:
-                await self._stand_in_line(key)
+                let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._line.append((key, let_in))
+                await let_in
+        except asyncio.CancelledError:
+            self._fill()  # there may be room for the next one in the line, if that is smaller
+            raise
         finally:
             self.waiting_puts -= 1
             if not self.waiting_puts:
                 self._blocked.end(self._ledger.clock())
-
-    async def _stand_in_line(self, key: GroupKey) -> None:
-        let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((key, let_in))
-        try:
-            await let_in
-        except asyncio.CancelledError:
-            self._fill()  # there may be room for the next one, if that is smaller
-            raise
 
     def _fill(self) -> None:
         """Let in those that stand in line, in order, as far as there is room: for each IN_FLIGHT to QUEUED."""

@@ -13,7 +13,7 @@ from miles.rollout._fully_async_versions import version_number
 from miles.utils.types import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from miles.rollout._fully_async_ledger import GroupKey
 
@@ -138,9 +138,8 @@ def require_members(prompt_group: PromptGroup, group: Group, expected: int) -> N
         )
 
 
-def sorted_batch(groups: Iterable[Group]) -> list[list[Any]]:
+def sorted_batch(groups: list[Group]) -> list[list[Any]]:
     """The groups by the index of their first sample; those without an index come last, as they arrived."""
-    groups = list(groups)
     try:
         return sorted(groups, key=lambda group: group[0].index)  # type: ignore[union-attr,arg-type,return-value]
     except (AttributeError, IndexError, TypeError):  # nested, empty, or without an index

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from miles.rollout._fully_async_groups import Group, PromptGroup
+    from miles.rollout._fully_async_slots import SampleSlots
 
 
 class Owner(Enum):
@@ -75,6 +76,7 @@ class GroupKey:
         "measured_serial",
         "number",
         "owner",
+        "places",
         "prompt_group",
         "pulled_at",
         "rollout_id",
@@ -102,6 +104,9 @@ class GroupKey:
 
     rollout_id: int | None
     """The call that has drained it."""
+
+    places: SampleSlots
+    """Where it has them, set when it gets them."""
 
     slots: int
     """Samples that hold a place in generation."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from miles.rollout._fully_async_groups import PromptGroup
 
 _NUM_FIELDS = len(fields(Sample))
+_FIRST_LOOKS, _LOOK_EVERY = 256, 16
 _RETRIES = "fully_async_retries"  # an attribute of the group's first sample, so that it is saved with it
 
 
@@ -40,6 +41,7 @@ class PromptSupply:
         self.unsaveable: set[str] = set()
         """Entries of the metadata, and other attributes, that fresh prompts came with and no checkpoint can hold."""
 
+        self._fresh = 0
         self._seen: set[str] = set()  # of all such names, saveable or not
 
     @property
@@ -50,18 +52,18 @@ class PromptSupply:
         """One prompt group, None where the data has ended. Raises RuntimeError for a data source that returns more."""
         if self._reissue:
             return self._reissue.popleft()
-        fresh = self._get_fresh if self._fresh_is_next else None
-        groups = (fresh or self._data_source.get_samples)(1)
-        if fresh is not None and not groups:
+        groups = self._get_fresh(1) if self._fresh_is_next and self._get_fresh is not None else None
+        if not groups:
             groups = self._data_source.get_samples(1)
         if not isinstance(groups, list):
             raise TypeError(f"{type(self._data_source).__name__}.get_samples(1) returned {groups!r}, expected a list")
         if len(groups) == 1:
+            group: PromptGroup = groups[0]
             self.ended = False
-            self._fresh_is_next = retries_of(groups[0]) > 0
-            if groups[0] and not self._fresh_is_next:
-                self._look_at(groups[0][0])
-            return groups[0]
+            self._fresh_is_next = retries_of(group) > 0
+            if group and not self._fresh_is_next:
+                self._look_at(group[0])
+            return group
         if groups:
             raise RuntimeError(
                 f"{type(self._data_source).__name__}.get_samples(1) returned {len(groups)} groups; fully-async rollout "
@@ -80,10 +82,17 @@ class PromptSupply:
         self.ended = False
 
     def _look_at(self, fresh: Sample) -> None:
-        """What is on a sample before any user code of the rollout has seen it belongs to its prompt."""
+        """What is on a sample before any user code of the rollout has seen it belongs to its prompt.
+
+        Entries of the metadata are looked at on each; attributes, which a data source puts on all of its prompts or on
+        none, on the first ones and then on one in `_LOOK_EVERY`: looking gives a sample a dictionary, which slows down
+        whoever reads it afterwards.
+        """
         if not isinstance(fresh, Sample):
             return
-        if not self._seen.issuperset(fresh.metadata) or len(vars(fresh)) > _NUM_FIELDS:
+        self._fresh += 1
+        at_attributes = self._fresh <= _FIRST_LOOKS or self._fresh % _LOOK_EVERY == 0
+        if not self._seen.issuperset(fresh.metadata) or (at_attributes and len(vars(fresh)) > _NUM_FIELDS):
             names = {*fresh.metadata, *vars(fresh)}
             if not self._seen.issuperset(names):
                 self.unsaveable |= unsaveable_names(fresh)

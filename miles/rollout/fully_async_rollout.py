@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles.rollout._fully_async_buffer import build_store
@@ -60,8 +60,8 @@ from miles.rollout._fully_async_metrics import DrainReport
 from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
-from miles.rollout._fully_async_slots import SampleSlots
-from miles.rollout._fully_async_snapshot import Moment, restore_state, take_moment
+from miles.rollout._fully_async_slots import SampleSlots, free_one
+from miles.rollout._fully_async_snapshot import KeepsState
 from miles.rollout._fully_async_staleness import StalenessGauge, VersionSplit
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
@@ -112,7 +112,7 @@ _SUBMISSIONS_A_TURN = 16
 _GROUPS_A_TURN = 16
 
 
-class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
+class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
     """The rollout function of `train_async.py --fully-async`: one training batch per call.
 
         generate(n) -> training step -> acknowledge(n), or give_back(n) where it failed -> on_weight_version(v)
@@ -237,23 +237,6 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         super().resume_submission()
         self._look_again()
 
-    def take_moment(self) -> Moment:
-        """Every group that is pulled and not trained, counters, versions and the data source's state, as they are now:
-        `encode` it wherever time does not matter."""
-        return take_moment(self.ledger, self._trainer.versions, self._prompts)
-
-    def snapshot(self) -> dict[str, Any]:
-        """The moment as JSON-ready data. Raises SampleCodecError naming a field of a prompt that cannot be saved."""
-        return self.take_moment().encode()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
-        if self._worker is not None:
-            raise RuntimeError("restore comes before the first call")
-        items = restore_state(state, self.ledger, self._trainer.versions, self._prompts)
-        self._finished.restore(item.key for item in items if item.key is not None)
-        self._window = LedgerWindow(self.ledger)
-
     async def close(self) -> None:
         """End the worker and every group task, at any moment; a call that waits for a batch raises. Twice is fine.
 
@@ -325,13 +308,15 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
             # Generation gets a list of its own: the prompt group stays flat whatever is done to the list.
             own, params = list(key.prompt_group), self.state.sampling_params
             if self._by_sample:
-                done = partial(self._slots.free_one, key)
-                generation = generate_and_rm_group(
-                    self.state, own, sampling_params=params, evaluation=False, sample_done_callback=done
+                group: Any = await generate_and_rm_group(
+                    self.state,
+                    own,
+                    sampling_params=params,
+                    evaluation=False,
+                    sample_done_callback=MethodType(free_one, key),  # partial(free_one, key), but quicker to call
                 )
             else:
-                generation = generate_and_rm_group(self.state, own, sampling_params=params, evaluation=False)
-            group: Any = await generation
+                group = await generate_and_rm_group(self.state, own, sampling_params=params, evaluation=False)
             if not isinstance(group, list):
                 raise TypeError(
                     f"generating {describe(key.prompt_group)} returned {group!r}, expected a list of its samples"
@@ -345,7 +330,9 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
                 self._slots.finish(key, finished_at)
             if not self._finished.put_at_once(key):
                 await self._finished.put(key)
-            self._leave(key)
+            if key.slots:
+                self._slots.free_all(key)
+            self._look_again()
         except BaseException as error:  # the one place where that becomes data: the worker raises it
             if tasks.note_failure(key, error):
                 raise
@@ -353,7 +340,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
             tasks.running.pop(key, None)
 
     def _leave(self, key: GroupKey) -> None:
-        """The group is no longer in generation, well or badly."""
+        """The group is no longer in generation, for it has failed."""
         if key.slots:
             self._slots.free_all(key)
         self._look_again()
@@ -387,8 +374,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         self._trainer.hand_over(rollout_id, mine)
         report.add_trained(mine, VersionSplit(self._trainer.versions, self._trainer.version), self._now())
         report.warn_about_unknown_versions(self.config.max_weight_staleness)
-        is_last = len(mine) < self.config.rollout_batch_size
-        return RolloutFnTrainOutput(samples=batch, metrics=self._metrics(report), is_last=is_last)
+        return RolloutFnTrainOutput(batch, self._metrics(report), is_last=len(mine) < self.config.rollout_batch_size)
 
     async def _collect(self, rollout_id: int, mine: list[GroupKey], report: DrainReport) -> list[list[Any]]:
         """Fill `mine` and return its batch. From the last look at the groups' age to the return there is no await."""
@@ -463,7 +449,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
 
     async def _to_batch(self, keys: list[GroupKey]) -> list[list[Any]]:
         """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
-        batch = sorted_batch(key.group for key in keys if key.group is not None)
+        batch = sorted_batch([key.group for key in keys if key.group is not None])
         if self._sample_filter is not None:
             await apply_sample_filter(self._sample_filter, self.args, batch)
         return batch

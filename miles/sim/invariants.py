@@ -34,7 +34,7 @@ class Invariants:
         """Nothing happens until the next timer: so the worker must have nothing to do."""
         worker = self.fn._worker
         idle = worker is not None and not worker.done() and self.fn._group_tasks.failure is None
-        if idle and not self.fn._closed and self.fn._room_to_submit():
+        if idle and not self.fn._closed and self.fn._room_to_submit() > 0:
             self.process.trace.violate("the worker sleeps, though one more group may be submitted")
 
     def check(self) -> None:

@@ -91,6 +91,7 @@ def build_parser(add_custom_arguments: Callable[[Any], Any] | None = None, argv:
     parser.plugin_flags = available - own
     refused_flags.add_flags(parser, parser.plugin_flags)
     parser.refused_flags = _option_names(parser) - available
+    parser.refused_families = refused_flags.REFUSED_FAMILIES
     return parser
 
 

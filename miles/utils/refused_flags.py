@@ -403,6 +403,13 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
 )
 
 
+REFUSED_FAMILIES = {
+    "--eval-sglang-": "engines that only evaluate (--eval-num-gpus) are started with the flags of the engines that "
+    "generate. Instead: set --sglang-*, which holds for both.",
+}
+"""What flags begin with that name an endless list -> why they are refused, and what to do instead."""
+
+
 def add_flags(parser: ArgumentParser, taken: frozenset[str] = frozenset()) -> None:
     """Declare the refused flags, so that they are recognised; their defaults stay on `args`.
 

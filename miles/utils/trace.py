@@ -11,7 +11,8 @@ engine does, SGLang does not, and the router tells nobody where it sends a reque
 
 The file is a JSON array of events, written as they come. Viewers do not need its end, so what a killed run leaves
 behind opens as well; `read_trace` reads it, too. Times are microseconds since the file was begun. Samples and groups
-are nestable asynchronous events (`b`, `n`, `e`), since many of them overlap; everything else is complete events (`X`).
+are nestable asynchronous events (`b`, `n`, `e`), since many of them overlap, with ids that are local to their process,
+or viewers would show them apart from it; everything else is complete events (`X`).
 """
 
 from __future__ import annotations
@@ -95,14 +96,10 @@ class TraceWriter:
 
     def notes(self, notes: Iterable[GroupPhase | SampleSpan]) -> None:
         """What the rollout has seen: phases of one group in their order."""
-        groups: list[GroupPhase] = []
-        samples: list[SampleSpan] = []
-        for note in notes:
-            if isinstance(note, GroupPhase):
-                groups.append(note)
-            else:
-                samples.append(note)
-        self._write("groups", (event for phase in groups for event in self._phase(phase)))
+        notes = list(notes)
+        phases = (note for note in notes if isinstance(note, GroupPhase))
+        samples = (note for note in notes if isinstance(note, SampleSpan))
+        self._write("groups", (event for phase in phases for event in self._phase(phase)))
         self._write("samples", (event for sample in samples for event in self._sample(sample)))
 
     def close(self) -> None:
@@ -196,7 +193,7 @@ class TraceWriter:
 
     @staticmethod
     def _group_event(pull: int) -> Event:
-        return {"cat": "group", "name": "group", "id": f"group-{pull}", "pid": _GROUPS, "tid": 0}
+        return {"cat": "group", "name": "group", "id2": {"local": f"group-{pull}"}, "pid": _GROUPS, "tid": 0}
 
     def _sample(self, s: SampleSpan) -> Iterator[Event]:
         pid = self._pid_of(s.engines)
@@ -205,7 +202,7 @@ class TraceWriter:
             yield from self._name(pid, "router", {}) if named else self._name_engine(pid, f"engine {s.engines[0]}")
         self._samples += 1
         name = "eval sample" if s.evaluation else "sample"
-        event = {"cat": name, "name": name, "id": f"sample-{self._samples}", "pid": pid, "tid": 0}
+        event = {"cat": name, "name": name, "id2": {"local": f"sample-{self._samples}"}, "pid": pid, "tid": 0}
         start = self._micros(s.start)
         args = {"sample": s.sample_index, "group": s.group_index, "ended": s.outcome, "response tokens": s.tokens}
         if len(s.engines) > 1:

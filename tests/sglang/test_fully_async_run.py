@@ -130,6 +130,17 @@ def test_a_run_leaves_an_external_engine_with_the_last_weights(
     assert found != pytest.approx(changed, abs=1e-4), "training moved nothing"
 
 
+def test_nothing_of_a_server_outlives_it(sglang_server: SglangServer) -> None:
+    """The last test: a kill that nothing can react to, as the death of the engine's actor is."""
+    server = psutil.Process(sglang_server.process.pid)
+    processes = server.children(recursive=True)
+    assert processes, "the scheduler and the detokenizer"
+    server.kill()
+    sglang_server.process.wait(10)
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    assert alive == []
+
+
 def post(server: SglangServer, path: str, body: Any) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(server.url + path, data=data, headers={"Content-Type": "application/json"})

@@ -7,7 +7,8 @@ import os
 import string
 from typing import TYPE_CHECKING
 
-from miles.utils.flag_rules import require, require_fraction, require_not_negative, require_positive
+from miles.utils.devices import cuda_device_present
+from miles.utils.flag_rules import flag_name, require, require_fraction, require_not_negative, require_positive
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -22,9 +23,6 @@ PLUGIN_PATHS = (
 NO_EFFECT = {
     "attention_softmax_in_fp32": "the attention kernel computes its softmax in fp32 anyway",
     "attention_backend": "PyTorch's scaled_dot_product_attention chooses its kernel itself",
-    "optimizer_cpu_offload": "optimizer states stay on the trainer's device; offloading only saves memory",
-    "overlap_cpu_optimizer_d2h_h2d": "optimizer states stay on the trainer's device",
-    "use_precision_aware_optimizer": "optimizer states are always fp32",
     "gradient_accumulation_fusion": "this kernel fusion is off already",
     "apply_rope_fusion": "this kernel fusion is off already",
     "make_vocab_size_divisible_by": "the vocabulary keeps the size of the checkpoint",
@@ -131,9 +129,16 @@ def _add_memory_flags(parser: ArgumentParser) -> None:
         "--recompute-num-layers", type=int, default=None, help="Layers per recomputed piece. None: none is recomputed."
     )
     for flag, what in (
-        ("--optimizer-cpu-offload", "Keep optimizer states in CPU memory."),
+        (
+            "--optimizer-cpu-offload",
+            "Keep optimizer states and master weights in CPU memory, and update there. Implies "
+            "--use-precision-aware-optimizer.",
+        ),
         ("--overlap-cpu-optimizer-d2h-h2d", "Overlap the copies of an offloaded optimizer with its arithmetic."),
-        ("--use-precision-aware-optimizer", "Choose the precision of each optimizer state."),
+        (
+            "--use-precision-aware-optimizer",
+            "Let the optimizer itself hold the master weights. Implies --use-distributed-optimizer.",
+        ),
     ):
         group.add_argument(flag, action="store_true", default=False, help=what)
     group.add_argument(
@@ -266,6 +271,12 @@ def _add_hook_flags(parser: ArgumentParser) -> None:
         )
 
 
+def resolve(args: Namespace) -> None:
+    """Fill in what other flags imply."""
+    args.use_precision_aware_optimizer |= args.optimizer_cpu_offload
+    args.use_distributed_optimizer |= args.use_precision_aware_optimizer
+
+
 def validate(args: Namespace) -> None:
     """Raise ValueError where the values break a rule."""
     require_positive(args, "save_interval", "distributed_timeout_minutes", "lr_decay_iters", "adam_eps")
@@ -291,6 +302,10 @@ def validate(args: Namespace) -> None:
     require(
         not args.use_distributed_optimizer or args.optimizer == "adam",
         f"--use-distributed-optimizer needs --optimizer adam, got {args.optimizer}",
+    )
+    require(
+        args.bf16 or not args.optimizer_cpu_offload or not cuda_device_present(),
+        "--optimizer-cpu-offload needs --bf16: it keeps fp32 copies of bf16 weights in CPU memory",
     )
     require(
         args.recompute_granularity != "full" or bool(args.recompute_method and args.recompute_num_layers),
@@ -321,5 +336,9 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
     if args.lr_decay_style == "constant" and given & {"min_lr", "lr_decay_iters"}:
         yield "--min-lr and --lr-decay-iters have no effect with --lr-decay-style constant"
+    offload = given & {"optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer"}
+    if offload and not cuda_device_present():
+        flags = ", ".join(sorted(map(flag_name, offload)))
+        yield f"no effect without a GPU, where optimizer states are in CPU memory anyway: {flags}"
     if args.recompute_granularity != "full" and given & {"recompute_method", "recompute_num_layers"}:
         yield "--recompute-method and --recompute-num-layers have no effect without --recompute-granularity full"

@@ -41,7 +41,7 @@ from miles.backends.megatron_utils.engine_client import (
 )
 from miles.backends.megatron_utils.update_group import UpdateGroup
 from miles.backends.megatron_utils.weight_bracket import PAUSE_MODES, Bracket
-from miles.backends.megatron_utils.wire import WirePacker
+from miles.backends.megatron_utils.wire import LARGE_BYTES, WirePacker
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -61,7 +61,7 @@ class WeightUpdateConfig:
     buffer_bytes: int
     """Upper bound of one bucket; a larger tensor travels alone."""
     flattened: bool
-    """One broadcast of raw bytes per bucket (three times faster for small tensors) instead of one per tensor."""
+    """One broadcast of raw bytes for the tensors that are packed (three times faster for small ones), or one each."""
     ranks_per_engine: int
     """Processes of one engine that join the group (its tensor-parallel size)."""
     backend: str
@@ -70,6 +70,8 @@ class WeightUpdateConfig:
     flush_timeout_secs: float
     dtype: torch.dtype | None = None
     """The engines' number format, to which weights are cast; None: they keep the trainer's."""
+    loose_from_bytes: int | None = None
+    """Tensors of this size or more are sent from where they are; None: all are packed, as is best on a GPU."""
     disk_directory: str | None = None
     """Where weights are written for engines to read, instead of being sent; None: they are sent."""
     source: str = ""
@@ -92,6 +94,7 @@ class WeightUpdateConfig:
             timeout_secs=getattr(args, "update_weight_timeout_secs", 120.0),
             flush_timeout_secs=60.0,
             dtype=_engine_dtype(args),
+            loose_from_bytes=None if torch.cuda.is_available() else LARGE_BYTES,
             disk_directory=_disk_directory(args),
             source=getattr(args, "hf_checkpoint", None) or "",
         )
@@ -100,6 +103,9 @@ class WeightUpdateConfig:
     def piece_bytes(self) -> int:
         """How much the gather yields at a time."""
         return WirePacker.piece_bytes(self.buffer_bytes)
+
+    def packer(self) -> WirePacker:
+        return WirePacker(self.buffer_bytes, dtype=self.dtype, loose_from_bytes=self.loose_from_bytes)
 
 
 def _backend(args: Namespace) -> str:
@@ -180,13 +186,13 @@ class WeightUpdater:
         sending: Future[None] | None = None
         sent_bytes, transfer_seconds = 0, 0.0
         try:
-            buckets = WirePacker(config.buffer_bytes, dtype=config.dtype).buckets(pieces)
+            buckets = config.packer().buckets(pieces)
             bucket = _next(buckets)
             bracket.open()
             transfer_start = time.perf_counter()
             while bucket is not None:
                 bracket.weights_touched = True
-                sent_bytes += bucket.data.nbytes
+                sent_bytes += bucket.nbytes
                 sending = spawn(self._send, bucket, version)
                 bucket = _next(buckets)
                 sending.result()
@@ -223,8 +229,9 @@ class WeightUpdater:
     def _send(self, bucket: WireBucket, version: int) -> None:
         """Announce one bucket to every engine and broadcast it; returns when all have taken it in."""
         assert self._group is not None
-        if bucket.data.is_cuda:
-            torch.cuda.set_device(bucket.data.device)  # this is a thread of its own
+        if bucket.device.type == "cuda":
+            torch.cuda.set_device(bucket.device)  # this is a thread of its own
+        flattened = self._config.flattened and bucket.data is not None
         payload = {
             "names": bucket.names,
             "dtypes": [str(place.dtype).removeprefix("torch.") for place in bucket.places],
@@ -233,11 +240,11 @@ class WeightUpdater:
             "flush_cache": False,
             "abort_all_requests": False,
             "weight_version": str(version),
-            "load_format": "flattened_bucket" if self._config.flattened else None,
+            "load_format": "flattened_bucket" if flattened else None,
         }
         group = self._group
         calls = [spawn(engine.post, "/update_weights_from_distributed", payload) for engine in self._engines]
-        tensors = [bucket.data] if self._config.flattened else bucket.tensors()
+        tensors = [bucket.data] if flattened and bucket.data is not None else bucket.tensors()
         if self._config.backend == "gloo":
             tensors = [tensor.cpu() for tensor in tensors]  # itself where it is there already
         group.broadcast(tensors)
@@ -253,8 +260,8 @@ class WeightUpdater:
 def _next(buckets: Any) -> WireBucket | None:
     """The next bucket, with its bytes in place: another thread may send it."""
     bucket: WireBucket | None = next(buckets, None)
-    if bucket is not None and bucket.data.is_cuda:
-        torch.cuda.current_stream(bucket.data.device).synchronize()
+    if bucket is not None and bucket.device.type == "cuda":
+        torch.cuda.current_stream(bucket.device).synchronize()
     return bucket
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from miles.backends.sglang_utils.server_rules import validate_servers
+from miles.backends.sglang_utils.server_rules import config_number, validate_servers
 from miles.utils.flag_rules import flag_name, require, require_positive
 from miles.utils.network import engine_url, is_port_available
 
@@ -248,6 +248,7 @@ def resolve(args: Namespace) -> None:
     """Fill in the defaults that depend on other flags."""
     if args.rollout_external and args.rollout_external_engine_addrs:
         args.rollout_num_gpus = len(args.rollout_external_engine_addrs) * args.rollout_num_gpus_per_engine
+    args.engine_vocab_size = config_number(args.hf_checkpoint, "vocab_size")
 
 
 def validate(args: Namespace) -> None:

@@ -60,3 +60,11 @@ def sglang_engine_command(args: Namespace, place: ServerPlace, *, seed: int) -> 
 def meeting_point(host: str, port: int) -> str:
     """host:port as SGLang's --dist-init-addr takes it; it uses some of the ports after `port` too."""
     return f"{url_host(host)}:{port}"
+
+
+def nccl_environment(args: Namespace) -> dict[str, str]:
+    """Variables that a trainer sets where its environment does not, since SGLang sets them for its own ranks: members
+    of one NCCL group that share memory in different ways hang."""
+    if args.rollout_engine != "sglang":
+        return {}
+    return {"NCCL_CUMEM_ENABLE": "1" if args.sglang_enable_symm_mem else "0"}

@@ -85,10 +85,14 @@ def _require_sizes(args: Namespace) -> None:
 
 
 def _attention_heads(checkpoint: str | None) -> int | None:
-    """From the checkpoint's config.json; None where it does not say."""
+    return config_number(checkpoint, "num_attention_heads")
+
+
+def config_number(checkpoint: str | None, key: str) -> int | None:
+    """An integer of the checkpoint's config.json; None where it does not say."""
     try:
         config = json.loads((Path(str(checkpoint)) / "config.json").read_text(encoding="utf-8"))
-        heads = config.get("num_attention_heads", config.get("text_config", {}).get("num_attention_heads"))
+        value = config.get(key, config.get("text_config", {}).get(key))
     except (OSError, ValueError, AttributeError):  # other rules tell what is wrong with the checkpoint
         return None
-    return heads if isinstance(heads, int) else None
+    return value if isinstance(value, int) else None

@@ -157,8 +157,10 @@ class EngineFleet:
         lives = [self._lives[ref] for ref in engines if ref in waiting]
         await asyncio.gather(*(self._register(life) for life in lives))
 
-    async def fail_update(self, engines: Sequence[EngineRef], url: str, reason: str, *, answered: bool) -> None:
-        """The update to `engines` failed at the one with this URL; the one that is at fault is taken out.
+    async def fail_update(
+        self, engines: Sequence[EngineRef], urls: Sequence[str], reason: str, *, answered: bool
+    ) -> None:
+        """The update to `engines` failed at those with these URLs; the ones that are at fault are taken out.
 
         An engine that gave no answer is at fault itself. One that answered with an error may have been the first to
         tell that another one has gone.
@@ -167,11 +169,13 @@ class EngineFleet:
         if len(lives) == len(engines):
             patience_secs = BLAME_SECS if answered else EXPLAIN_SECS
             await _first_of((life.over.wait() for life in lives), timeout_secs=patience_secs)
-        if not any(life.over.is_set() for life in lives) and len(lives) == len(engines):
-            for life in lives:
-                if life.ref.url == url:
-                    life.condemn(reason)
-                    await life.over.wait()
+        another_died = len(lives) < len(engines) or any(life.over.is_set() for life in lives)
+        if answered and another_died:
+            return
+        for life in lives:
+            if life.ref.url in urls:
+                life.condemn(reason)
+                await life.over.wait()
 
     # -- the life of one engine
 

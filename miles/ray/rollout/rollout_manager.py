@@ -147,9 +147,9 @@ class RolloutManager:
         """The engines that weights are to be sent to now; see `EngineFleet`."""
         return self._fleet.begin_update(only_waiting=only_waiting)
 
-    async def fail_update(self, engines: Sequence[EngineRef], url: str, reason: str, answered: bool) -> None:
-        """The update failed at the engine with this URL; returns once the one at fault is out of the fleet."""
-        await self._fleet.fail_update(engines, url, reason, answered=answered)
+    async def fail_update(self, engines: Sequence[EngineRef], urls: Sequence[str], reason: str, answered: bool) -> None:
+        """The update failed at the engines with these URLs; returns once those at fault are out of the fleet."""
+        await self._fleet.fail_update(engines, urls, reason, answered=answered)
 
     async def finish_update(self, engines: Sequence[EngineRef], version: int) -> FleetView:
         """These engines have the weights that the trainer calls `version`; all of them serve when this returns."""

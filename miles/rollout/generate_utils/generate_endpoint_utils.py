@@ -116,7 +116,10 @@ def compute_request_payload(
     `max_new_tokens` is cut to what the context has left (`--rollout-max-context-len`, for evaluation
     `--eval-max-context-len` where it is set); nothing left means (None, TRUNCATED). The caller's dictionary is not
     changed.
+
+    Raises ValueError for a token id that the model does not have: it would end an SGLang server, and all its requests.
     """
+    _check_token_ids(input_ids, getattr(args, "engine_vocab_size", None))
     max_new_tokens = sampling_params["max_new_tokens"]
     context = getattr(args, "rollout_max_context_len", None)
     if evaluation:
@@ -140,6 +143,15 @@ def compute_request_payload(
 
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     return with_request_id(payload), None
+
+
+def _check_token_ids(input_ids: list[int], vocab_size: int | None) -> None:
+    if vocab_size is not None and input_ids and not 0 <= min(input_ids) <= max(input_ids) < vocab_size:
+        wrong = next(i for i in input_ids if not 0 <= i < vocab_size)
+        raise ValueError(
+            f"token id {wrong} is outside the model's vocabulary of {vocab_size}: the tokenizer, the chat template or "
+            "the generate function does not fit --hf-checkpoint"
+        )
 
 
 async def update_sample_from_response(

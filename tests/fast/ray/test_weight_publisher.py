@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,6 +11,9 @@ from miles.backends.megatron_utils.engine_client import WeightUpdateError
 from miles.ray.rollout.engine_states import EngineRef, FleetView
 from miles.ray.weight_publisher import POLL_SECS, WeightPublisher
 from tests.fast.virtual_time import virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Remote:
@@ -35,9 +38,10 @@ class FakeManager:
     async def _begin(self, only_waiting: bool) -> tuple[EngineRef, ...]:
         return tuple(self.waiting) if only_waiting else tuple(sorted(self.serving + self.waiting, key=str))
 
-    async def _fail(self, engines: Any, url: str, reason: str, answered: bool) -> None:
-        self.failed.append((url, answered))
-        self.lose(url)
+    async def _fail(self, engines: Any, urls: Sequence[str], reason: str, answered: bool) -> None:
+        for url in urls:
+            self.failed.append((url, answered))
+            self.lose(url)
 
     async def _finish(self, engines: tuple[EngineRef, ...], version: int) -> FleetView:
         for ref in engines:

@@ -13,7 +13,6 @@ from miles.rollout._fully_async_finished import FinishedGroups
 from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
-from miles.rollout._fully_async_slots import SampleSlots
 from miles.rollout._fully_async_snapshot import Moment
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
@@ -125,10 +124,10 @@ def wake_up_lost_when_the_queue_empties(patch: pytest.MonkeyPatch) -> None:
 def slot_freed_twice(patch: pytest.MonkeyPatch) -> None:
     """Samples free their slots one by one, and the group frees all of them again."""
 
-    def free_one(self: SampleSlots, key: Any) -> None:
-        self._spare += 1
+    def free_one(key: Any) -> None:
+        key.places._spare += 1
 
-    patch.setattr(SampleSlots, "free_one", free_one)
+    patch.setattr(heart, "free_one", free_one)
 
 
 def acknowledged_batch_given_back(patch: pytest.MonkeyPatch) -> None:

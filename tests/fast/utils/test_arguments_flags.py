@@ -358,6 +358,15 @@ def test_an_unknown_flag_gets_close_matches(command_line: CommandLine):
         command_line.parse("--rollout-batchsize", "4")
 
 
+def test_a_family_of_flags_is_refused_without_a_list_of_them(command_line: CommandLine):
+    with pytest.raises(ValueError) as error:
+        command_line.parse("--eval-sglang-mem-fraction-static", "0.5")
+    assert str(error.value) == (
+        "--eval-sglang-mem-fraction-static is not available: engines that only evaluate (--eval-num-gpus) are started "
+        "with the flags of the engines that generate. Instead: set --sglang-*, which holds for both."
+    )
+
+
 @pytest.mark.parametrize(
     ("unknown", "hint"),
     [

@@ -264,6 +264,7 @@ def test_each_run_gets_its_own_directory(command_line: CommandLine):
         (["--wandb-group", "mine"], "no effect without --use-wandb: --wandb-group"),
         (["--n-samples-per-prompt", "1"], "so nothing is learned"),
         (["--sequence-parallel"], "--sequence-parallel has no effect with --tensor-model-parallel-size 1"),
+        (["--optimizer-cpu-offload"], "no effect without a GPU, where optimizer states are in CPU memory anyway"),
         (["--recompute-method", "block"], "have no effect without --recompute-granularity full"),
         (["--no-rope-fusion"], "has no effect here because this kernel fusion is off already"),
         (["--moe-token-dispatcher-type", "allgather"], "allgather has no effect: alltoall is used"),

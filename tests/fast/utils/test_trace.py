@@ -91,7 +91,7 @@ def test_a_group_is_an_asynchronous_slice_with_its_phases_inside(tmp_path: Path)
     trace.notes([phase(7, 3.0, 4.0, "drained", "trained", is_last=True)])
     trace.close()
     events = of_kind(written(tmp_path / "trace.json"), "b", "n", "e")
-    assert {event["id"] for event in events} == {"group-7"}
+    assert {event["id2"]["local"] for event in events} == {"group-7"}
     assert [(e["ph"], e["name"], e["ts"]) for e in events] == [
         ("b", "group", 1_000_000),
         ("b", "in flight", 1_000_000),

@@ -13,9 +13,9 @@ Event = dict[str, Any]
 _FIELDS = {
     "M": {"ph", "name", "pid", "tid", "args"},
     "X": {"ph", "name", "cat", "ts", "dur", "pid", "tid"},
-    "b": {"ph", "name", "cat", "id", "ts", "pid", "tid"},
-    "n": {"ph", "name", "cat", "id", "ts", "pid", "tid"},
-    "e": {"ph", "name", "cat", "id", "ts", "pid", "tid"},
+    "b": {"ph", "name", "cat", "id2", "ts", "pid", "tid"},
+    "n": {"ph", "name", "cat", "id2", "ts", "pid", "tid"},
+    "e": {"ph", "name", "cat", "id2", "ts", "pid", "tid"},
     "i": {"ph", "name", "s", "ts", "pid", "tid"},
 }
 _METADATA = {"process_name": ("name", str), "process_sort_index": ("sort_index", int), "thread_name": ("name", str)}
@@ -51,7 +51,7 @@ def _check_fields(event: Event) -> None:
     assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str), event
     for number in ("ts", "dur"):
         assert number not in event or (isinstance(event[number], int) and event[number] >= 0), event
-    assert "id" not in event or isinstance(event["id"], str), event
+    assert "id2" not in event or (event["id2"].keys() == {"local"} and isinstance(event["id2"]["local"], str)), event
     assert event.get("s", "g") in ("g", "p", "t"), event
 
 
@@ -69,7 +69,7 @@ def _check_nesting(events: list[Event]) -> None:
     stacks: defaultdict[tuple[int, str, str], list[str]] = defaultdict(list)
     last: dict[tuple[int, str, str], int] = {}
     for event in events:
-        track = (event["pid"], event["cat"], event["id"])
+        track = (event["pid"], event["cat"], event["id2"]["local"])
         assert event["ts"] >= last.get(track, 0), f"goes back in time: {event}"
         last[track] = event["ts"]
         if event["ph"] == "b":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from miles.backends.sglang_utils.flags import server_flags
-from miles.backends.sglang_utils.launch import ServerPlace, meeting_point, sglang_engine_command
+from miles.backends.sglang_utils.launch import ServerPlace, meeting_point, nccl_environment, sglang_engine_command
 from tests.fast.utils.command_lines import CommandLine
 
 if TYPE_CHECKING:
@@ -186,3 +186,13 @@ def test_sglang_is_the_default_where_it_can_run(
     with pytest.raises(ValueError) as error:
         command_line.parse(*flags, without=("--rollout-engine",))
     assert expected in str(error.value)
+
+
+def test_what_the_model_can_read_is_known_from_its_config(command_line: CommandLine) -> None:
+    assert parse(command_line).engine_vocab_size == 100
+
+
+def test_nccl_is_set_up_alike_on_both_sides_of_a_weight_update(command_line: CommandLine) -> None:
+    assert nccl_environment(parse(command_line)) == {"NCCL_CUMEM_ENABLE": "0"}
+    assert nccl_environment(parse(command_line, "--sglang-enable-symm-mem")) == {"NCCL_CUMEM_ENABLE": "1"}
+    assert nccl_environment(command_line.parse()) == {}

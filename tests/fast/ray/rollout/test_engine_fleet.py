@@ -198,10 +198,21 @@ async def test_an_engine_that_gives_no_answer_to_an_update_is_taken_out_before_t
     async with Cluster() as cluster:
         await cluster.serve()
         engines = cluster.fleet.begin_update()
-        await cluster.fleet.fail_update(engines, "http://engine-0/0", "gave no answer", answered=False)
+        await cluster.fleet.fail_update(engines, ["http://engine-0/0"], "gave no answer", answered=False)
         assert [ref.url for ref in cluster.fleet.begin_update()] == ["http://engine-1/0"]
         await settle()
         assert cluster.engines[0][0].killed
+
+
+@virtual
+async def test_all_engines_that_give_no_answer_are_taken_out_though_one_has_died_already() -> None:
+    async with Cluster(3) as cluster:
+        await cluster.serve()
+        engines = cluster.fleet.begin_update()
+        cluster.engine(0).die()
+        urls = ["http://engine-0/0", "http://engine-1/0"]
+        await cluster.fleet.fail_update(engines, urls, "gave no answer", answered=False)
+        assert [ref.url for ref in cluster.fleet.begin_update()] == ["http://engine-2/0"]
 
 
 @virtual
@@ -210,7 +221,7 @@ async def test_an_engine_that_refuses_because_another_one_died_is_not_blamed() -
         await cluster.serve()
         engines = cluster.fleet.begin_update()
         asyncio.get_running_loop().call_later(BLAME_SECS / 2, cluster.engine(0).die)
-        await cluster.fleet.fail_update(engines, "http://engine-1/0", "answered 400: peer is gone", answered=True)
+        await cluster.fleet.fail_update(engines, ["http://engine-1/0"], "answered 400: peer is gone", answered=True)
         assert [ref.url for ref in cluster.fleet.begin_update()] == ["http://engine-1/0"]
 
 
@@ -219,7 +230,7 @@ async def test_an_engine_that_refuses_while_all_others_live_is_blamed() -> None:
     async with Cluster() as cluster:
         await cluster.serve()
         engines = cluster.fleet.begin_update()
-        await cluster.fleet.fail_update(engines, "http://engine-1/0", "answered 400", answered=True)
+        await cluster.fleet.fail_update(engines, ["http://engine-1/0"], "answered 400", answered=True)
         assert [ref.url for ref in cluster.fleet.begin_update()] == ["http://engine-0/0"]
 
 

@@ -40,7 +40,7 @@ async def test_attempts_side_by_side_have_engines_of_their_own() -> None:
     log = AttemptLog(10)
     samples = [Sample(index=i) for i in range(3)]
     await asyncio.gather(*(log.watch(s, False, answered(s, f"http://{s.index}")) for s in samples))
-    assert {span.index: span.engines for span in log.take()} == {i: (f"http://{i}",) for i in range(3)}
+    assert {span.sample_index: span.engines for span in log.take()} == {i: (f"http://{i}",) for i in range(3)}
 
 
 async def test_past_its_limit_the_log_keeps_nothing() -> None:
