@@ -31,6 +31,7 @@ TWIN = Scale(
     gates=Gates(grad_norm=100.0, ppo_kl=0.02, log_prob_diff=1e-4, log_prob_diff_moved_on=0.1, reward=(0.3, 0.7)),
     reward=("--custom-rm-path", "benchmarks.gpu_smoke_task.even_tokens", "--rollout-skip-special-tokens"),
     engine=("--rollout-engine", "embedded"),
+    trainer=("--use-distributed-optimizer",),  # comes with --optimizer-cpu-offload, which needs a GPU
 )
 
 
