@@ -284,7 +284,7 @@ class Run:
             self._metrics["perf/eval_time"] = time.monotonic() - start  # as far as training waited for it
             return
         async with self._span("eval", "perf/eval_time", rollout_id):
-            self._metrics |= await self._supervisor.wait(self.manager.eval.remote(rollout_id))
+            self._metrics |= await self._supervisor.wait(self._weights.wait(self.manager.eval.remote(rollout_id)))
         self._metrics["eval/steps_trained"] = rollout_id + 1
         self._last_evaluated = rollout_id
 

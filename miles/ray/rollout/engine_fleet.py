@@ -180,8 +180,12 @@ class EngineFleet:
     # -- the life of one engine
 
     async def _live(self, life: _Life | None) -> None:
-        while life is not None:
-            life = await self._replace(life, await self._end_of(life))
+        try:
+            while life is not None:
+                life = await self._replace(life, await self._end_of(life))
+        except Exception as error:  # a fault of ours: an engine that nobody looks after must not go unnoticed
+            logger.exception("an engine is no longer looked after")
+            self._stop_run(f"an engine is no longer looked after: {_reason(error)}")
 
     async def _end_of(self, life: _Life) -> str:
         """Wait for the end of this life, whatever ends it, and say what it was."""

@@ -28,7 +28,7 @@ PROMPTS = 480
 # A version that is no number, such as that of an engine which serves before it has weights, is an error here.
 FLAGS = f"""
     --rollout-num-gpus {NUM_ENGINES} --use-fault-tolerance
-    --rollout-health-check-interval 1 --rollout-health-check-timeout 5
+    --rollout-health-check-interval 1 --rollout-health-check-timeout 8
     --max-weight-staleness 1000 --strict-weight-versions --check-weight-update-equal --save-interval 20
     --custom-megatron-before-train-step-hook-path tests.e2e.cpu.resume_plugins.record_forward_passes_slowly
 """.split()

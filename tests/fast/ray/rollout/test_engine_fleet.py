@@ -283,6 +283,20 @@ async def test_an_engine_that_dies_while_it_is_registered_does_not_stay_in_the_r
 
 
 @virtual
+async def test_an_engine_that_cannot_be_looked_after_any_more_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Cluster() as cluster:
+        await cluster.serve()
+
+        def kill() -> None:
+            raise RuntimeError("no such actor")
+
+        monkeypatch.setattr(cluster.engine(0), "kill", kill)
+        cluster.engine(0).die()
+        with pytest.raises(ProcessDied, match="an engine is no longer looked after: RuntimeError: no such actor"):
+            await cluster.fleet.watch()
+
+
+@virtual
 async def test_without_fault_tolerance_the_first_death_ends_the_run_and_nothing_is_looked_at() -> None:
     async with Cluster(tolerates_faults=False) as cluster:
         await cluster.serve()
