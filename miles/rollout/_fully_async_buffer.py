@@ -96,11 +96,6 @@ class DefaultDataBuffer:
     def qsize(self) -> int:
         return 0 if self.queue is None else self.queue.qsize()
 
-    def put_nowait(self, key: GroupKey) -> None:
-        """Whatever its bytes are. Raises asyncio.QueueFull."""
-        (self.queue or self.open()).put_nowait(key)
-        self.size_bytes += key.size_bytes
-
     async def put(self, item: DataBufferInput | GroupKey) -> None:
         size = _size(item)
         if self.capacity_bytes is not None:

@@ -73,14 +73,15 @@ class FinishedGroups:
         """`put` where that need not wait; else nothing happens: there is no room in the built-in store, of which what
         was given back takes up its part, or others wait for it."""
         builtin = self._builtin
-        if builtin is None or (self._line and not first_in_line):
+        if builtin is None or builtin.queue is None or (self._line and not first_in_line):
             return False
         if (self.returned or builtin.capacity_bytes is not None) and not self._has_room(key, builtin):
             return False
         try:
-            builtin.put_nowait(key)
+            builtin.queue.put_nowait(key)
         except asyncio.QueueFull:
             return False
+        builtin.size_bytes += key.size_bytes
         self._ledger.queue(key)
         return True
 

@@ -24,7 +24,7 @@ _NESTED = (list, tuple)
 _BYTES_PER_SAMPLE = 2048  # the object, its dictionary and its small fields
 _BYTES_PER_PROMPT_TOKEN = 48  # an int object, the pointer to it, and its text
 _BYTES_PER_RESPONSE_TOKEN = 80  # the same, and a float object with its pointer
-_COMPLETED, _TRUNCATED = Sample.Status.COMPLETED, Sample.Status.TRUNCATED
+_COMPLETED = Sample.Status.COMPLETED
 _NO_ANSWER = (Sample.Status.ABORTED, Sample.Status.FAILED)
 
 
@@ -86,8 +86,7 @@ def _tally(key: GroupKey, samples: Sequence[Any]) -> None:
     tokens = 0
     for sample in samples:
         tokens += sample.response_length
-        status = sample.status
-        if status is not _COMPLETED and status is not _TRUNCATED and _has_no_answer(sample):
+        if sample.status is not _COMPLETED and _has_no_answer(sample):
             aborted = True
         if sample.weight_versions != labels:  # siblings mostly have the same
             mixed = True
@@ -106,7 +105,7 @@ def _tally(key: GroupKey, samples: Sequence[Any]) -> None:
 
 
 def _has_no_answer(sample: Sample) -> bool:
-    """Raises TypeError for a status that is none."""
+    """Whether it was aborted or failed. Raises TypeError for a status that is none."""
     if isinstance(sample.status, str):
         raise TypeError(
             f"sample {sample.index} of group {sample.group_index} came back with the text {sample.status!r} as its "

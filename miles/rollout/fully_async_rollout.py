@@ -107,9 +107,7 @@ WEIGHT_VERSION_QUERY_TIMEOUT_SECS = 2.0
 CLOSE_GRACE_SECS = 5.0
 
 _group_oldest_weight_version = group_oldest_weight_version
-# Between two turns of this many, the other tasks of the loop get theirs.
-_SUBMISSIONS_A_TURN = 16
-_GROUPS_A_TURN = 16
+_GROUPS_A_TURN = 16  # between two turns of worker or drain, the other tasks of the loop get theirs
 
 
 class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
@@ -144,18 +142,12 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
         self._most_groups, self._by_sample = config.most_groups_in_flight, config.by_sample
         self._wake = asyncio.Event()  # something changed that `_room_to_submit` looks at
         self._activity = Activity()
-        self._slots = SampleSlots(
-            config.max_in_flight_samples,
-            config.n_samples_per_prompt,
-            self._wake.set,
-            self._activity.generation,
-            clock=self._now,
-        )
+        samples, a_group = config.max_in_flight_samples, config.n_samples_per_prompt
+        self._slots = SampleSlots(samples, a_group, self._wake.set, self._activity.generation, clock=self._now)
         self._group_tasks = GroupTasks(on_failure=self._leave)
         self._worker: asyncio.Future[Any] | None = None
-        self._finished = FinishedGroups(
-            build_store(args, self._refusals, self.queue_capacity), self.ledger, self._activity.blocked
-        )
+        store = build_store(args, self._refusals, self.queue_capacity)
+        self._finished = FinishedGroups(store, self.ledger, self._activity.blocked)
         self._end_waiters: set[asyncio.Future[None]] = set()
         self._closed = False
         self._unreported = DrainReport()
@@ -267,10 +259,10 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
             while tasks.failure is None:
                 self._wake.clear()  # whatever changes from here on is looked at in the next round
                 room = self._room_to_submit()
-                for _ in range(min(room, _SUBMISSIONS_A_TURN)):
+                for _ in range(min(room, _GROUPS_A_TURN)):
                     if not self._submit_one_group():
                         break
-                if room > _SUBMISSIONS_A_TURN:
+                if room > _GROUPS_A_TURN:
                     await asyncio.sleep(0)
                 else:
                     await self._wake.wait()
@@ -308,12 +300,9 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
             # Generation gets a list of its own: the prompt group stays flat whatever is done to the list.
             own, params = list(key.prompt_group), self.state.sampling_params
             if self._by_sample:
+                done = MethodType(free_one, key)  # what partial(free_one, key) does, but quicker to call
                 group: Any = await generate_and_rm_group(
-                    self.state,
-                    own,
-                    sampling_params=params,
-                    evaluation=False,
-                    sample_done_callback=MethodType(free_one, key),  # partial(free_one, key), but quicker to call
+                    self.state, own, sampling_params=params, evaluation=False, sample_done_callback=done
                 )
             else:
                 group = await generate_and_rm_group(self.state, own, sampling_params=params, evaluation=False)
@@ -330,9 +319,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
                 self._slots.finish(key, finished_at)
             if not self._finished.put_at_once(key):
                 await self._finished.put(key)
-            if key.slots:
-                self._slots.free_all(key)
-            self._look_again()
+            self._leave(key)
         except BaseException as error:  # the one place where that becomes data: the worker raises it
             if tasks.note_failure(key, error):
                 raise
@@ -340,7 +327,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
             tasks.running.pop(key, None)
 
     def _leave(self, key: GroupKey) -> None:
-        """The group is no longer in generation, for it has failed."""
+        """The group is no longer in generation, well or badly."""
         if key.slots:
             self._slots.free_all(key)
         self._look_again()
@@ -383,8 +370,8 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
             while len(mine) < config.rollout_batch_size:
                 if looked_at % _GROUPS_A_TURN == 0:
                     await asyncio.sleep(0)
+                    self._raise_if_worker_ended()
                 looked_at += 1
-                self._raise_if_worker_ended()
                 key = self._finished.ready() or await self._next_group(kept=len(mine))
                 if key is None:
                     break
@@ -427,6 +414,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
 
     async def _passes_filter(self, key: GroupKey, report: DrainReport) -> bool:
         """Whether the dynamic filter wants the group; if not, it has been dropped, and counted."""
+        self._raise_if_worker_ended()  # during the last one
         verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
         if not verdict.keep:
             report.drops.on_dynamic_filter_drop(verdict.reason)

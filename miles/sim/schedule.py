@@ -173,7 +173,7 @@ class Schedule:
 
 
 def _from_random(seed: int, rng: random.Random) -> Schedule:
-    batch, members, steps = rng.randint(1, 5), rng.randint(1, 4), rng.randint(5, 9)
+    batch, members, steps = rng.randint(1, 5), rng.randint(1, 4), rng.randint(4, 8)
     labels = rng.choice(["number", "number", "number", "hash"])
     sync_like = rng.random() < 0.1  # the limit 0 behaves like synchronous training
     schedule = Schedule(

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from examples.quickstart.make_base_model import make_tokenizer
 from miles.backends.megatron_utils.hf_config import SUPPORTED_MODEL_TYPES
-from miles.backends.sglang_utils import server_rules
 from miles.ray.preflight import preflight
 from miles.utils import arguments, refused_flags
 from miles.utils.refused_values import REFUSED_VALUES
@@ -110,9 +109,7 @@ def check(
     """What train_async.py would say to this command on a machine that has SGLang, and CUDA devices or none."""
     assert Path(command.argv[0]).name == "train_async.py", command.argv
     argv = command.argv[1:]
-    monkeypatch.setattr(arguments, "cuda_device_present", lambda: has_gpus)
-    for module in (arguments, server_rules):
-        monkeypatch.setattr(module, "sglang_installed", lambda: True)
+    pretend(monkeypatch, has_gpus=has_gpus)
     name = arguments.EXPERIMENTAL_ROLLOUT_ENV
     monkeypatch.setenv(name, command.environment.get(name, ""))
     given, _, _ = arguments.build_parser(argv=argv).read(argv)
@@ -126,6 +123,17 @@ def check(
         except ValueError as error:
             return Verdict(not_yet=not_yet, mistakes=[line for line in str(error).splitlines() if line not in not_yet])
     return Verdict(args, not_yet, warnings=[record.getMessage() for record in caplog.records])
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpus: bool) -> None:
+    """Let every module that asks what the machine has believe in SGLang, and in GPUs or not."""
+    answers = {"cuda_device_present": lambda: has_gpus, "sglang_installed": lambda: True}
+    arguments.flag_modules()  # loads those that ask
+    for name, module in list(sys.modules.items()):
+        if name.startswith("miles.") and name != "miles.utils.memory.check":  # that one asks a real GPU for its memory
+            for function, answer in answers.items():
+                if hasattr(module, function):
+                    monkeypatch.setattr(module, function, answer)
 
 
 def open_refusals(args: Namespace) -> list[str]:

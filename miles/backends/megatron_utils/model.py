@@ -109,6 +109,8 @@ def _moe_fields(hf: HFModelConfig, args: Namespace) -> dict[str, Any]:
     fields: dict[str, Any] = {"moe_token_dispatcher_type": "flex" if dispatcher == "flex" else "alltoall"}
     if hf.moe is None:
         return fields
+    if dispatcher == "flex" and not torch.cuda.is_available():
+        raise ValueError("--moe-token-dispatcher-type flex needs GPUs. Instead: alltoall")
     if not hasattr(moe_utils, "te_general_gemm"):  # the router asks for it, but only Transformer Engine has it
         moe_utils.te_general_gemm = None
     return fields | {

@@ -41,7 +41,8 @@ def initialize_distributed(
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        create_gloo_process_groups=on_gpu,
+        distributed_timeout_minutes=getattr(args, "distributed_timeout_minutes", None) or 10,
+        create_gloo_process_groups=False,
     )
     seed = getattr(args, "seed", 1234)
     torch.manual_seed(seed)

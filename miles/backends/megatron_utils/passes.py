@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from miles.backends.megatron_utils.parallel import from_last_stage, is_last_stage, object_from_last_stage
 from miles.backends.training_utils.log_probs import VocabularyShard, response_log_probs
@@ -141,7 +142,7 @@ def _own_vocabulary(output: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor
 def _vocabulary(output: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, None]:
     """The logits of the whole vocabulary, [T, V], gathered for a user's loss function."""
     whole = tensor_parallel.gather_from_tensor_model_parallel_region(output)
-    return whole[0, :, :vocab_size], None
+    return whole[0, :, :vocab_size].float(), None
 
 
 # --- the pipeline ----------------------------------------------------------------------------------------------------
@@ -152,9 +153,12 @@ def _run(
 ) -> list[Any]:
     """What `on_logits` returns for each micro-batch, on the last stage; nothing on the others."""
 
+    # bf16 logits are turned into fp32 some rows at a time, where they are used.
+    options = {"fp32_output": False} if get_model_config(stages[0]).bf16 else {}
+
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        output = model(*batch.model_inputs, None, packed_seq_params=batch.params)
+        output = model(*batch.model_inputs, None, packed_seq_params=batch.params, **options)
         return output, partial(on_logits, batch)
 
     results: list[Any] = get_forward_backward_func()(

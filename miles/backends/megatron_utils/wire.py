@@ -4,13 +4,13 @@
     (1/16 of max_bytes)     |                        (used in turn)
                             +---large, on a CPU--> as they are ----------> bucket, to be sent one by one
 
-On a GPU copying is nearly free, and one run of bytes is what travels fastest. On a CPU copying costs as much as sending:
-there large tensors that are contiguous and of the right type are sent from where they are.
+On a GPU copying is nearly free, and one run of bytes travels fastest. On a CPU copying costs as much as sending: there
+large tensors that are contiguous and of the right type are sent from where they are.
 
 Memory beside the model is under two buckets of `max_bytes`: a buffer has 7/16 of it, which makes 14/16 and the piece at
-hand. With tensors as they are, buckets have 3/16: at most two buffers, one bucket that is sent and one that is collected,
-12/16, and the piece. A piece is one tensor where that is larger, at most a bucket. A tensor that is larger than a buffer
-travels alone, with nothing collected beside it; one that is larger than `max_bytes` counts as a bucket itself.
+hand. With tensors as they are, buckets have 3/16: at most two buffers, one bucket that is sent and one that is being
+collected, 12/16, and the piece. A piece is one tensor where that is larger, at most a bucket. A tensor that is larger
+than a buffer travels alone, with nothing collected beside it; one larger than `max_bytes` counts as a bucket itself.
 """
 
 from __future__ import annotations

@@ -43,6 +43,15 @@ class Job:
     port: int = 0
 
 
+def spread_of_logits(args: Any, batch: Any, logits: torch.Tensor, reduce: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A loss function of the user's: it sees the logits of the whole vocabulary."""
+    ends = torch.tensor(batch["total_lengths"]).cumsum(0).tolist()
+    spread = logits.float().var(dim=-1)
+    rows = [spread[end - length - 1 : end - 1] for end, length in zip(ends, batch["response_lengths"], strict=True)]
+    loss = reduce(torch.cat(rows))
+    return loss, {"spread": loss}
+
+
 def share(shard: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     """Every `size`-th sample; the batch-wide number stays."""
     return {key: value[rank::size] if isinstance(value, list) else value for key, value in shard.items()}

@@ -20,6 +20,24 @@ VPP = "num_virtual_stages_per_pipeline_rank"
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}
 LOSS = {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0, "entropy_coef": 0.01}
 TOKENS = {"calculate_per_token_loss": True, "normalize_advantages": True, "micro_batch_size": 3}
+STEPS = {  # two optimizer steps a rollout: the log-probabilities before the first are computed in a pass of their own
+    "global_batch_size": 4,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "kl_loss_type": "k3",
+    "observe_training_entropy": True,
+}
+CUSTOM = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": "tests.fast.backends.megatron_utils.parallel_main.spread_of_logits",
+    "compute_advantages_and_returns": False,
+}
+LAYOUTS = {
+    "untied": ("tensor-pipeline", "interleaved-distributed"),
+    "tokens": ("data", "context-sequence", "tensor-pipeline"),
+    "steps": ("tensor-pipeline", "interleaved", "context-pipeline"),
+    "custom": ("tensor-pipeline",),
+}
 DENSE = {
     "data": {},
     "data-distributed": {"use_distributed_optimizer": True},
@@ -32,8 +50,10 @@ DENSE = {
     "tensor-distributed": {TP: 2, "use_distributed_optimizer": True},
     "sequence": {TP: 2, PP: 2, "sequence_parallel": True},
     "context": {CP: 2, **DYNAMIC},
+    "uneven-pipeline": {PP: 2, "decoder_first_pipeline_num_layers": 1},
     "context-sequence": {CP: 2, TP: 2, "sequence_parallel": True, "use_distributed_optimizer": True},
     "context-pipeline": {CP: 2, PP: 2},
+    "recompute-selective": {TP: 2, CP: 2, "recompute_granularity": "selective"},
     "recompute": {
         TP: 2,
         PP: 2,
@@ -58,14 +78,15 @@ MOE = {
 
 
 def test_every_layout_of_four_ranks_equals_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    losses = {"tied": LOSS, "untied": LOSS, "tokens": TOKENS}
+    steps = {**STEPS, "ref_load": str(checkpoints["qwen3-deep-tied"])}
+    losses = {"tied": LOSS, "untied": LOSS, "tokens": TOKENS, "steps": steps, "custom": CUSTOM}
     models = {"tied": str(checkpoints["qwen3-deep-tied"]), "untied": str(checkpoints["qwen2-deep-untied"])}
-    models["tokens"] = models["tied"]
+    models |= dict.fromkeys(("tokens", "steps", "custom"), models["tied"])
     jobs = [
         Job(f"{model} {layout}", checkpoint, {**losses[model], **flags})
         for model, checkpoint in models.items()
         for layout, flags in DENSE.items()
-        if model == "tied" or layout in ("data", "tensor-pipeline", "interleaved-distributed")
+        if layout in LAYOUTS.get(model, DENSE)
     ]
     ranks = run_world(jobs, 4, tmp_path)
     expected = {model: run(Job(model, checkpoint, losses[model])) for model, checkpoint in models.items()}
@@ -78,8 +99,12 @@ def test_every_layout_of_four_ranks_equals_one(checkpoints: dict[str, Path], tmp
 def test_experts_on_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = str(checkpoints["qwen3-moe"])
     jobs = [Job(layout, checkpoint, {**LOSS, **flags}) for layout, flags in MOE.items()]
+    jobs.append(Job("balanced", checkpoint, {**LOSS, EP: 2, "moe_aux_loss_coeff": 0.1}))
     ranks = run_world(jobs, 2, tmp_path)
     expected = run(Job("one", checkpoint, LOSS))
-    for job in jobs:
+    for job in jobs[:-1]:
         for rank, results in enumerate(ranks):
             assert_equal(results[job.name], expected, (job.name, rank))
+    router = "model.layers.0.mlp.gate.weight"
+    balanced = ranks[0]["balanced"]["weights"][router]
+    assert (balanced - expected["weights"][router]).abs().max() > 1e-5, "the load-balancing loss moves the router"
