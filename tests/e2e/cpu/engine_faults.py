@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.e2e.cpu.runs import FinishedRun, Launcher
 
 NUM_ENGINES = 2
-PROMPTS = 480
+PROMPTS = 400
 
 # A version that is no number, such as that of an engine which serves before it has weights, is an error here.
 FLAGS = f"""
