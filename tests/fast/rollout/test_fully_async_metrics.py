@@ -38,7 +38,7 @@ FIXED = {
     *(f"groups_recycled_{reason}" for reason in RECYCLE_REASONS),
     *(f"groups_dropped_{reason}" for reason in DROP_REASONS),
     *(f"tokens_wasted_{reason}" for reason in (*RECYCLE_REASONS, *DROP_REASONS)),
-    *("aborted_groups_recycled", "stale_groups_recycled"),
+    *("aborted_groups_recycled", "stale_groups_recycled", "data_ended"),
 }
 
 

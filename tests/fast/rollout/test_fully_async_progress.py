@@ -158,6 +158,15 @@ async def test_what_is_left_at_the_end_of_the_data_is_the_last_batch(monkeypatch
         assert fn.ledger.pulled == 7
 
 
+@virtual
+async def test_the_metrics_say_that_the_data_has_ended(monkeypatch):
+    async with running(monkeypatch, data_source=Finite(8), rollout_batch_size=2) as fn:
+        metrics = [(await fn(train(step))).metrics for step in range(2)]
+        await settle()
+        metrics += [(await fn(train(step))).metrics for step in range(2, 4)]
+    assert [step["rollout/fully_async/data_ended"] for step in metrics] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("batches", [0, 2])
 @virtual
 async def test_end_of_data_at_a_batch_boundary(monkeypatch, batches):
