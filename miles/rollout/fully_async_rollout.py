@@ -72,6 +72,7 @@ from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import NO_REASON, acall_dynamic_filter
 from miles.rollout.filter_hub.sample_filter import apply_sample_filter
+from miles.rollout.inference_rollout.engine_aborts import get_worker_urls
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
 from miles.utils.loop_lag import drain_loop_lag
@@ -458,6 +459,15 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
             **loop_lag_metrics(drain_loop_lag()),
             **report.metrics(queue_size=queue_size),
         }
+
+    async def _engine_urls(self) -> list[str]:
+        """Those behind the router, for a message; none where it does not say within a moment, for whatever reason."""
+        try:
+            async with asyncio.timeout(WEIGHT_VERSION_QUERY_TIMEOUT_SECS):
+                return await get_worker_urls(self.args, get)
+        except Exception as error:  # the message is about something worse
+            logger.warning("the router does not list its engines: %r", error)
+            return []
 
     def _new_patience(self, now: float) -> Patience:
         return Patience(now, warn_every=NO_PROGRESS_WARN_SECS, limit=self.config.no_progress_timeout)
