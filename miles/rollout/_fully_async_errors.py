@@ -16,7 +16,7 @@ _LISTED = 20
 
 
 class NoProgress(RuntimeError):
-    """No group was finished for `--no-progress-timeout` seconds."""
+    """No group was finished, or a filter has not returned, for `--no-progress-timeout` seconds."""
 
 
 class NothingGetsThrough(RuntimeError):
@@ -36,6 +36,13 @@ def no_progress(waited: float, stuck: Sequence[GroupKey], now: float, engines: S
     lines += ["  nothing"] if not stuck else []
     lines += [f"engines behind the router: {', '.join(engines)}"] if len(engines) > 1 else []
     return NoProgress("\n".join(lines))
+
+
+def took_too_long(what: str, seconds: float) -> NoProgress:
+    return NoProgress(
+        f"{what} has not returned for {seconds:g} s, the limit of --no-progress-timeout; plain reward and filter "
+        "functions run one at a time, so that another one may hold it up"
+    )
 
 
 def describe_oldest(in_flight: Sequence[GroupKey], now: float) -> str:

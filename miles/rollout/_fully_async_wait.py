@@ -1,6 +1,6 @@
 """How a call of the fully-async rollout waits for a finished group: never for a dead worker, never silently.
 
-waits for       a group, the worker's end, the end of the data
+waits for       a group, the worker's end, the end of the data; a filter's verdict
 while it waits  a warning with numbers from time to time, and the end of patience where a flag sets one
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from miles.rollout._fully_async_errors import describe_oldest, no_progress
+from miles.rollout._fully_async_errors import describe_oldest, no_progress, took_too_long
 from miles.rollout._fully_async_ledger import GroupLedger, Owner
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from miles.rollout._fully_async_config import FullyAsyncConfig
     from miles.rollout._fully_async_finished import FinishedGroups
     from miles.rollout._fully_async_ledger import GroupKey
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from miles.rollout._submission_gate import SubmissionGate
 
 logger = logging.getLogger("miles.rollout.fully_async_rollout")
+
+T = TypeVar("T")
 
 
 class WaitsForGroups:
@@ -49,6 +53,19 @@ class WaitsForGroups:
 
     async def _engine_urls(self) -> list[str]:
         raise NotImplementedError
+
+    async def _in_time(self, what: str, user_code: Coroutine[Any, Any, T]) -> T:
+        """What user code on the drain's way returns. Raises NoProgress where that takes `--no-progress-timeout`."""
+        seconds = self.config.no_progress_timeout
+        if seconds is None:
+            return await user_code
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await user_code
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise took_too_long(what, seconds) from error
 
     async def _next_group(self, kept: int = 0) -> GroupKey | None:
         """The oldest finished group; waits for one, and returns None where none will come because the data has ended.

@@ -72,11 +72,12 @@ from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
 from miles.rollout.filter_hub.base_types import NO_REASON, acall_dynamic_filter
 from miles.rollout.filter_hub.sample_filter import apply_sample_filter
-from miles.rollout.inference_rollout.engine_aborts import get_worker_urls
+from miles.rollout.inference_rollout.engine_aborts import known_worker_urls
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
 from miles.utils.loop_lag import drain_loop_lag
 from miles.utils.misc import load_function
+from miles.utils.user_calls import name_of
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -416,7 +417,12 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
     async def _passes_filter(self, key: GroupKey, report: DrainReport) -> bool:
         """Whether the dynamic filter wants the group; if not, it has been dropped, and counted."""
         self._raise_if_worker_ended()  # during the last one
-        verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
+        judging = acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
+        if self.config.no_progress_timeout is None:
+            verdict = await judging
+        else:
+            what = f"dynamic filter {name_of(self._dynamic_filter)}, called for {describe(key.prompt_group)},"
+            verdict = await self._in_time(what, judging)
         if not verdict.keep:
             report.drops.on_dynamic_filter_drop(verdict.reason or NO_REASON)
             self._refusals.filtered(key, verdict.reason)
@@ -440,7 +446,8 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
         """The groups, sorted, after the sample filter; it marks samples in place and must not change the shape."""
         batch = sorted_batch([key.group for key in keys if key.group is not None])
         if self._sample_filter is not None:
-            await apply_sample_filter(self._sample_filter, self.args, batch)
+            what = f"sample filter {name_of(self._sample_filter)}"
+            await self._in_time(what, apply_sample_filter(self._sample_filter, self.args, batch))
         return batch
 
     def _metrics(self, report: DrainReport) -> dict[str, Any]:
@@ -461,13 +468,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
         }
 
     async def _engine_urls(self) -> list[str]:
-        """Those behind the router, for a message; none where it does not say within a moment, for whatever reason."""
-        try:
-            async with asyncio.timeout(WEIGHT_VERSION_QUERY_TIMEOUT_SECS):
-                return await get_worker_urls(self.args, get)
-        except Exception as error:  # the message is about something worse
-            logger.warning("the router does not list its engines: %r", error)
-            return []
+        return await known_worker_urls(self.args, get, WEIGHT_VERSION_QUERY_TIMEOUT_SECS)
 
     def _new_patience(self, now: float) -> Patience:
         return Patience(now, warn_every=NO_PROGRESS_WARN_SECS, limit=self.config.no_progress_timeout)

@@ -32,6 +32,16 @@ async def get_worker_urls(args: Namespace, ask: Callable[[str], Awaitable[Any]] 
     return list(dict.fromkeys(url.rpartition("@")[0] or url for url in urls))
 
 
+async def known_worker_urls(args: Namespace, ask: Callable[[str], Awaitable[Any]], seconds: float) -> list[str]:
+    """`get_worker_urls` for a message about something worse: none where the router does not say within `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await get_worker_urls(args, ask)
+    except Exception as error:  # whatever is wrong with the router must not replace what the message is about
+        logger.warning("the router does not list its engines: %r", error)
+        return []
+
+
 async def abort_requests(args: Namespace, request_ids: Sequence[str]) -> None:
     """Ask every engine to end these requests. Best effort, in ABORT_TIMEOUT_SECS at most: failures are logged.
 

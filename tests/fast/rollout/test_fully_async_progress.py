@@ -98,6 +98,32 @@ async def test_no_progress_stops_the_call_and_lists_the_stuck_groups(monkeypatch
         assert fn.queue_size == 1
 
 
+@pytest.mark.parametrize("which", ["dynamic", "sample"])
+@virtual
+async def test_a_filter_that_does_not_return_is_no_progress(monkeypatch, which):
+    async def never(args: Any, group: Any) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    async with running(monkeypatch, rollout_batch_size=2, no_progress_timeout=100) as fn:
+        setattr(fn, f"_{which}_filter", never)
+        with pytest.raises(NoProgress, match=rf"^{which} filter .*never.* has not returned for 100 s, the limit of"):
+            await asyncio.wait_for(fn(train()), 1000)
+        setattr(fn, f"_{which}_filter", None)
+        assert group_indexes((await fn(train())).samples) == [0, 1]  # nothing is lost
+
+
+@virtual
+async def test_a_timeout_of_a_filters_own_stays_what_it_is(monkeypatch):
+    async def impatient(args: Any, group: Any) -> bool:
+        raise TimeoutError("the judge is slow")
+
+    async with running(monkeypatch, rollout_batch_size=2, no_progress_timeout=100) as fn:
+        fn._dynamic_filter = impatient
+        with pytest.raises(TimeoutError, match="the judge is slow"):
+            await fn(train())
+
+
 @virtual
 async def test_no_progress_is_not_counted_while_submission_is_paused(monkeypatch):
     async with running(monkeypatch, rollout_batch_size=2, no_progress_timeout=100) as fn:

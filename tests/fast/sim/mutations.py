@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from miles.rollout._fully_async_ledger import GroupKey
+
     Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -203,6 +205,16 @@ def empty_batches_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Refusals, "require_budget", lambda self: None)
 
 
+def restored_groups_use_up_the_budget(patch: pytest.MonkeyPatch) -> None:
+    """What an earlier process has generated counts for --max-empty-batches."""
+
+    def count(self: Refusals, key: GroupKey, word: str) -> None:
+        self._in_a_row[word] += 1
+        self._on_change()
+
+    patch.setattr(Refusals, "_count", count)
+
+
 def kept_group_does_not_renew_the_budget(patch: pytest.MonkeyPatch) -> None:
     """Groups that were turned down are counted over the whole run, not in a row."""
     patch.setattr(Refusals, "one_was_kept", lambda self: None)
@@ -244,6 +256,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     no_progress_noticed_at_the_next_warning,
     stuck_groups_not_listed,
     empty_batches_not_counted,
+    restored_groups_use_up_the_budget,
     kept_group_does_not_renew_the_budget,
     data_ends_while_groups_are_in_flight,
     group_refused_by_a_store_is_forgotten,
