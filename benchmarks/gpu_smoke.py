@@ -51,30 +51,42 @@ FULL = Size(1024, 3072, 28, 16, 8, 128, 151936, prompts=16, samples=8, response_
 TINY = Size(64, 128, 2, 4, 2, 16, 1024, prompts=4, samples=4, response_len=24, max_tokens_per_gpu=4096)
 
 
-def make_checkpoint(directory: Path, size: Size, device: str) -> int:
-    """Random bf16 weights in the Hugging Face layout; returns the number of parameters."""
+def device_name() -> str | None:
+    """The CUDA device and torch's version; None where there is no device. Asked in a process of its own, so that this
+    one holds nothing of the device's memory."""
+    ask = "import torch; print(torch.cuda.get_device_name(), 'with torch', torch.__version__)"
+    answer = subprocess.run(
+        [sys.executable, "-c", f"import torch\nif torch.cuda.is_available():\n    {ask}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.strip() or None
+
+
+def make_checkpoint(directory: Path, size: Size) -> int:
+    """Random bf16 weights in the Hugging Face layout; returns the number of parameters. Made on the CPU."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = make_tokenizer()
     torch.manual_seed(SEED)
-    with torch.device(device):
-        model = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=size.vocab,
-                hidden_size=size.hidden,
-                intermediate_size=size.intermediate,
-                num_hidden_layers=size.layers,
-                num_attention_heads=size.heads,
-                num_key_value_heads=size.kv_heads,
-                head_dim=size.head_dim,
-                max_position_embeddings=4096,
-                tie_word_embeddings=True,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        ).to(torch.bfloat16)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=size.vocab,
+            hidden_size=size.hidden,
+            intermediate_size=size.intermediate,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.kv_heads,
+            head_dim=size.head_dim,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    ).to(torch.bfloat16)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return int(sum(parameter.numel() for parameter in model.parameters()))
@@ -88,7 +100,7 @@ def flags(size: Size, *, checkpoint: Path, prompts: Path, runs_dir: Path, device
         *("--hf-checkpoint", str(checkpoint), "--runs-dir", str(runs_dir)),
         *("--rollout-engine", "embedded", "--embedded-device", device, "--embedded-dtype", "bfloat16"),
         *("--embedded-max-running-requests", str(2 * batch)),
-        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--share-one-gpu"),
         *("--prompt-data", str(prompts), "--input-key", "input", "--label-key", "label"),
         *("--custom-rm-path", "benchmarks.gpu_smoke_task.even_tokens"),
         *("--num-rollout", str(steps), "--rollout-batch-size", str(size.prompts)),
@@ -104,7 +116,7 @@ def flags(size: Size, *, checkpoint: Path, prompts: Path, runs_dir: Path, device
 def run(size: Size, work: Path, device: str, steps: int) -> list[dict[str, Any]]:
     """The whole run; returns the metrics of each step."""
     started = time.monotonic()
-    parameters = make_checkpoint(work / "model", size, device)
+    parameters = make_checkpoint(work / "model", size)
     print(f"a random Qwen3 of {parameters / 1e6:.1f} million parameters, made in {time.monotonic() - started:.0f} s")
     write_prompts(work / "prompts.jsonl", count=1024, held_out=False, seed=SEED)
     command = [sys.executable, "train_async.py"]
@@ -157,13 +169,12 @@ def main() -> int:
     if options.steps <= WARM_UP_STEPS:
         parser.error(f"--steps must be above {WARM_UP_STEPS}, which are not measured, got {options.steps}")
     if options.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
+        name = device_name()
+        if name is None:
             print("gpu_smoke: there is no CUDA device here (torch.cuda.is_available() is false).", file=sys.stderr)
             print("gpu_smoke: --device cpu --tiny tries the script itself without one.", file=sys.stderr)
             return NO_DEVICE
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        print(name)
     with tempfile.TemporaryDirectory(prefix="miles-gpu-smoke-") as directory:
         steps = run(TINY if options.tiny else FULL, Path(directory), options.device, options.steps)
     numbers = report(steps)

@@ -104,6 +104,7 @@ optimizer=(
     --clip-grad 1
     --bf16
     --accumulate-allreduce-grads-in-fp32
+    --use-distributed-optimizer # each data-parallel rank keeps its share of the optimizer state
 )
 
 export MILES_EXPERIMENTAL_ROLLOUT_REFACTOR=1 # the class-based rollout interface, which --fully-async builds on

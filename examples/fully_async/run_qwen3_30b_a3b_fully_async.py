@@ -183,7 +183,7 @@ class Launch:
             clip_grad=1,
             bf16=True,
             accumulate_allreduce_grads_in_fp32=True,
-            optimizer_cpu_offload=True,  # 12 bytes a parameter go to host memory: they would not fit beside the rest
+            optimizer_cpu_offload=True,  # to host memory: it would not fit beside the rest
             overlap_cpu_optimizer_d2h_h2d=True,
             use_precision_aware_optimizer=True,
         )

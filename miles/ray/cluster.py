@@ -13,6 +13,7 @@ import ray
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
+from miles.ray.rollout.engine_size import EngineSize
 from miles.ray.temporary import OwnedDirectory
 from miles.rollout.eval_flags import eval_way
 from miles.utils.arguments import check_runtime_env
@@ -47,7 +48,8 @@ class RayCluster:
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
-        self._num_actors = num_trainers(args) + num_engines(args) + num_eval_gpus(args) + num_managers(args)
+        engines = EngineSize.from_args(args).num_bundles + EngineSize.of_evaluation(args).num_bundles
+        self._num_actors = num_trainers(args) + engines + num_managers(args)
         self._directory: OwnedDirectory | None = None
 
     def connect(self) -> None:
@@ -117,16 +119,8 @@ def job_env_vars() -> dict[str, str]:
 
 
 def num_engines(args: Namespace) -> int:
+    """Engines that generate for training, external ones included."""
     return int(args.rollout_num_gpus) // int(args.rollout_num_gpus_per_engine)
-
-
-def num_eval_gpus(args: Namespace) -> int:
-    """GPUs (or processes where there is none) of the engines that only evaluate."""
-    return int(getattr(args, "eval_num_gpus", 0))
-
-
-def num_eval_engines(args: Namespace) -> int:
-    return num_eval_gpus(args) // int(getattr(args, "eval_num_gpus_per_engine", 1))
 
 
 def num_managers(args: Namespace) -> int:

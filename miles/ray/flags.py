@@ -10,10 +10,6 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator
 
-NO_EFFECT = {
-    "num_gpus_per_node": "placement asks Ray what each node has",
-}
-
 
 def add_flags(parser: ArgumentParser) -> None:
     """Declare the flags of this module on `parser`."""
@@ -37,7 +33,19 @@ def _add_cluster_flags(parser: ArgumentParser) -> None:
         help="GPUs (or processes where there is none) for engines, in all. None: one engine.",
     )
     group.add_argument("--rollout-num-gpus-per-engine", type=int, default=1, help="GPUs of one engine.")
-    group.add_argument("--num-gpus-per-node", type=int, default=8, help="GPUs of one node.")
+    group.add_argument(
+        "--share-one-gpu",
+        action="store_true",
+        default=False,
+        help="One trainer rank and one embedded engine on the same GPU, both in its memory all the time: for trying "
+        "things out on a single device. Without a GPU nothing changes.",
+    )
+    group.add_argument(
+        "--num-gpus-per-node",
+        type=int,
+        default=8,
+        help="GPUs of one node: an engine with more of them spans nodes.",
+    )
 
 
 def _add_weight_flags(parser: ArgumentParser) -> None:
@@ -66,7 +74,16 @@ def _add_weight_flags(parser: ArgumentParser) -> None:
         "--update-weight-transfer-mode",
         default="broadcast",
         choices=["broadcast", "p2p", "disk-delta"],
-        help="How weights travel. broadcast: torch.distributed, from trainer rank 0 to every engine.",
+        help="How weights travel. broadcast: torch.distributed, from trainer rank 0 to every engine. disk-delta: by "
+        "files in --update-weight-disk-dir, for engines that cannot join a group; files that did not change are "
+        "linked, not written.",
+    )
+    group.add_argument(
+        "--update-weight-disk-dir",
+        type=str,
+        default=None,
+        help="Directory that trainer and engines see under this path, for --update-weight-transfer-mode disk-delta. It "
+        "belongs to one run at a time. None: no files.",
     )
     group.add_argument(
         "--update-weight-timeout-secs",
@@ -87,7 +104,7 @@ def resolve(args: Namespace) -> None:
     """Fill in the defaults that depend on other flags."""
     if args.rollout_num_gpus is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
-    if args.ci_test and not args.ci_disable_weight_update_checker:
+    if args.ci_test and not args.ci_disable_weight_update_checker and args.rollout_engine == "embedded":
         args.check_weight_update_equal = True
 
 
@@ -105,6 +122,10 @@ def validate(args: Namespace) -> None:
         "update_weight_timeout_secs",
     )
     require(
+        args.update_weight_transfer_mode != "disk-delta" or bool(args.update_weight_disk_dir),
+        "--update-weight-transfer-mode disk-delta needs --update-weight-disk-dir",
+    )
+    require(
         args.update_weight_timeout_secs < 60 * args.distributed_timeout_minutes,
         f"--update-weight-timeout-secs {args.update_weight_timeout_secs:g} must be below --distributed-timeout-minutes "
         f"{args.distributed_timeout_minutes}: the other trainer ranks wait meanwhile",
@@ -115,8 +136,29 @@ def validate(args: Namespace) -> None:
         f"{args.rollout_num_gpus_per_engine}",
     )
 
+    if args.share_one_gpu:
+        _validate_sharing(args)
+
+
+def _validate_sharing(args: Namespace) -> None:
+    """One trainer, one engine, and nobody else."""
+    alone = args.actor_num_nodes * args.actor_num_gpus_per_node == 1 and args.rollout_num_gpus == 1
+    require(
+        alone and not getattr(args, "eval_num_gpus", 0),
+        f"--share-one-gpu is for one trainer rank and one engine, got --actor-num-nodes {args.actor_num_nodes}, "
+        f"--actor-num-gpus-per-node {args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}, "
+        f"--eval-num-gpus {getattr(args, 'eval_num_gpus', 0)}. Instead: 1, 1, 1 and 0, or a GPU for each",
+    )
+    require(
+        args.rollout_engine == "embedded",
+        f"--share-one-gpu needs --rollout-engine embedded, got {args.rollout_engine}: weights reach the engine through "
+        "host memory then, since NCCL wants a device for each rank",
+    )
+
 
 def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
+    if args.update_weight_disk_dir and args.update_weight_transfer_mode != "disk-delta":
+        yield "--update-weight-disk-dir has no effect without --update-weight-transfer-mode disk-delta"
     if args.ci_disable_weight_update_checker and not args.ci_test:
         yield "--ci-disable-weight-update-checker has no effect without --ci-test"

@@ -1,15 +1,23 @@
-"""Which resources the trainers and the engines get: one bundle per rank and per engine GPU."""
+"""Which resources the trainers and the engines get, in bundles that Ray places.
+
+with GPUs      a bundle for the trainer ranks of each node, and one for each engine on each of its nodes: what must
+               be near each other is one bundle, and Ray shows each process its own GPUs only
+without        a bundle of one CPU for each trainer rank and each engine, on whichever machine
+--share-one-gpu   half a GPU for the trainer, half for the engine
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from miles.ray.cluster import num_eval_gpus, num_managers, num_trainers
+from miles.ray.cluster import num_managers
+from miles.ray.rollout.engine_size import EngineSize
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -17,6 +25,27 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 _PLACEMENT_TIMEOUT_SECS = 60
+_HALF = 0.5
+
+
+@dataclass(frozen=True)
+class BundleShape:
+    """`count` bundles of `num_gpus` GPUs each (0: none) and as many CPUs, but one at least. `actors` share a bundle."""
+
+    count: int
+    num_gpus: float
+    actors: int = 1
+
+    @property
+    def devices(self) -> float:
+        """GPUs of them all; processes where there is none."""
+        return self.count * (self.num_gpus or 1)
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What one bundle asks Ray for."""
+        cpus = {"CPU": max(1.0, self.num_gpus)}
+        return {**cpus, "GPU": float(self.num_gpus)} if self.num_gpus else cpus
 
 
 @dataclass(frozen=True)
@@ -25,18 +54,23 @@ class Bundles:
 
     group: PlacementGroup
     offset: int
-    count: int
-    num_gpus: int
+    shape: BundleShape
 
-    def actor_options(self, index: int, *, gpu_share: float) -> dict[str, Any]:
-        """Ray options that put an actor into the bundle `index` of this run."""
-        if not 0 <= index < self.count:
-            raise IndexError(f"bundle {index} of {self.count}")
+    @property
+    def count(self) -> int:
+        return self.shape.count
+
+    def actor_options(self, index: int) -> dict[str, Any]:
+        """Ray options that put actor `index` into its bundle, with its even share of it."""
+        shape = self.shape
+        bundle = index // shape.actors
+        if not 0 <= bundle < shape.count:
+            raise IndexError(f"actor {index} of {shape.count * shape.actors}")
         return {
-            "num_cpus": 1 if not self.num_gpus else gpu_share,
-            "num_gpus": gpu_share if self.num_gpus else 0,
+            "num_cpus": shape.resources["CPU"] / shape.actors,
+            "num_gpus": shape.num_gpus / shape.actors,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self.group, placement_group_bundle_index=self.offset + index
+                placement_group=self.group, placement_group_bundle_index=self.offset + bundle
             ),
         }
 
@@ -51,34 +85,77 @@ class Placement:
 
 
 def create_placement(args: Namespace) -> Placement:
-    """Reserve the run's bundles: a GPU and a CPU each where the cluster has GPUs, else a CPU.
+    """Reserve the run's bundles.
 
     Raises ValueError at once where the cluster can never hold them, and after a minute where others hold what is
     needed.
     """
-    trainers, engines, evals = num_trainers(args), int(args.rollout_num_gpus), num_eval_gpus(args)
-    bundles, managers = trainers + engines + evals, num_managers(args)
     total = ray.cluster_resources()
-    gpus_per_bundle = 1 if total.get("GPU", 0) else 0
-    needed = {"CPU": bundles + managers, "GPU": bundles * gpus_per_bundle}
-    for resource, count in needed.items():
-        if count > total.get(resource, 0):
-            raise ValueError(
-                f"the run needs {count} {resource}s ({trainers} for training, {engines} for rollout"
-                f"{f', {evals} for evaluation' if evals else ''}"
-                f"{f', {managers} for management' if resource == 'CPU' else ''}), the Ray cluster has "
-                f"{total.get(resource, 0):g}: lower --actor-num-nodes, --actor-num-gpus-per-node, "
-                f"--rollout-num-gpus{' or --eval-num-gpus' if evals else ''}, or enlarge the cluster"
-            )
-    bundle = {"CPU": 1.0, "GPU": 1.0} if gpus_per_bundle else {"CPU": 1.0}
-    group = placement_group([bundle] * bundles, strategy="PACK")
+    shapes = bundle_shapes(args, has_gpus=bool(total.get("GPU", 0)))
+    _check_room(args, total, *shapes)
+    bundles = [shape.resources for shape in shapes for _ in range(shape.count)]
+    group = placement_group(bundles, strategy="PACK")
     if not group.wait(_PLACEMENT_TIMEOUT_SECS):
         raise ValueError(
-            f"no room in the Ray cluster after {_PLACEMENT_TIMEOUT_SECS} s for {bundles} bundles of "
-            f"{bundle}: total {total}, free {ray.available_resources()}"
+            f"no room in the Ray cluster after {_PLACEMENT_TIMEOUT_SECS} s for the bundles {bundles}: "
+            f"total {total}, free {ray.available_resources()}"
         )
-    return Placement(
-        trainers=Bundles(group, 0, trainers, gpus_per_bundle),
-        engines=Bundles(group, trainers, engines, gpus_per_bundle),
-        eval_engines=Bundles(group, trainers + engines, evals, gpus_per_bundle),
+    offsets = accumulate((shape.count for shape in shapes), initial=0)
+    return Placement(*(Bundles(group, offset, shape) for offset, shape in zip(offsets, shapes, strict=False)))
+
+
+def bundle_shapes(args: Namespace, *, has_gpus: bool) -> tuple[BundleShape, BundleShape, BundleShape]:
+    """Of the trainers, the engines and the engines that only evaluate."""
+    nodes, ranks = int(args.actor_num_nodes), int(args.actor_num_gpus_per_node)
+    engines, evals = EngineSize.from_args(args), EngineSize.of_evaluation(args)
+    if not has_gpus:
+        return (
+            BundleShape(nodes * ranks, 0),
+            BundleShape(engines.num_bundles, 0),
+            BundleShape(evals.num_bundles, 0),
+        )
+    if getattr(args, "share_one_gpu", False):
+        return BundleShape(1, _HALF), BundleShape(1, _HALF), BundleShape(0, 0)
+    return (
+        BundleShape(nodes, ranks, actors=ranks),
+        BundleShape(engines.num_bundles, engines.gpus_per_node),
+        BundleShape(evals.num_bundles, evals.gpus_per_node),
     )
+
+
+def _check_room(
+    args: Namespace, total: dict[str, float], trainers: BundleShape, engines: BundleShape, evals: BundleShape
+) -> None:
+    """Raise ValueError where the cluster or its largest node is too small."""
+    has_gpus = bool(total.get("GPU", 0))
+    shapes = (trainers, engines, evals)
+    managers = num_managers(args)
+    cpus = sum(shape.count * shape.resources["CPU"] for shape in shapes) + managers
+    gpus = sum(shape.devices for shape in shapes) if has_gpus else 0
+    for resource, count in {"CPU": cpus, "GPU": gpus}.items():
+        if count > total.get(resource, 0):
+            raise ValueError(
+                f"the run needs {count:g} {resource}s ({trainers.devices:g} for training, {engines.devices:g} for "
+                f"rollout{f', {evals.devices:g} for evaluation' if evals.count else ''}"
+                f"{f', {managers} for management' if resource == 'CPU' else ''}), the Ray cluster has "
+                f"{total.get(resource, 0):g}: lower --actor-num-nodes, --actor-num-gpus-per-node, "
+                f"--rollout-num-gpus{' or --eval-num-gpus' if evals.count else ''}, or enlarge the cluster"
+            )
+    if has_gpus:
+        largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+        _check_largest_node(trainers, engines, evals, largest)
+
+
+def _check_largest_node(trainers: BundleShape, engines: BundleShape, evals: BundleShape, largest: float) -> None:
+    if trainers.num_gpus > largest:
+        raise ValueError(
+            f"--actor-num-gpus-per-node {trainers.num_gpus:g}: no node of the Ray cluster has more than {largest:g} "
+            "GPUs. Instead: what a node has, and --actor-num-nodes for as many nodes as that takes"
+        )
+    wanted = max((shape.num_gpus for shape in (engines, evals) if shape.count), default=0)
+    if wanted > largest:
+        raise ValueError(
+            f"an engine needs {wanted:g} GPUs of one node, and no node of the Ray cluster has more than {largest:g}. "
+            "Instead: --num-gpus-per-node with what a node has, so that an engine spans several, or a smaller "
+            "--rollout-num-gpus-per-engine or --eval-num-gpus-per-engine"
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.rollout.prompt_data import check_prompt_data
+from miles.utils.memory.check import check_memory
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -19,11 +20,17 @@ _PACKAGES = ("ray", "torch", "megatron.core", "sglang_router", "transformers", "
 
 
 def preflight(args: Namespace) -> None:
-    """Raise ValueError where the run could not start: packages, prompt files, directories that cannot be written."""
+    """Raise ValueError where the run could not start: packages, prompt files, memory, directories that cannot be
+    written."""
     check_packages()
     check_cluster_paths(args)
     check_prompt_data(args)
-    for flag, path in (("--runs-dir", args.runs_dir), ("--save", args.save)):
+    check_memory(args)
+    for flag, path in (
+        ("--runs-dir", args.runs_dir),
+        ("--save", args.save),
+        ("--update-weight-disk-dir", args.update_weight_disk_dir),
+    ):
         if path is not None:
             check_writable(flag, Path(path))
 

@@ -14,15 +14,13 @@ is saved first.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
 import logging
 import signal
-import threading
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -32,13 +30,14 @@ from miles.ray.eval import make_eval_dispatcher
 from miles.ray.faults import tolerates_engine_faults
 from miles.ray.placement_group import create_placement
 from miles.ray.process_list import ProcessList
+from miles.ray.ray_processes import joined_gcs_address, own_ray_processes
+from miles.ray.resume import choose_checkpoint, rollout_part
 from miles.ray.rollout.rollout_manager import GeneratedBatch, RolloutManager
 from miles.ray.step_metrics import fully_async_driver_metrics
 from miles.ray.steps import Steps
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.ray.train_group import TrainGroup
 from miles.ray.weight_publisher import WeightPublisher
-from miles.utils.checkpoint_set import newest_readable
 from miles.utils.console import StepConsole, print_note
 from miles.utils.file_errors import named_errors
 from miles.utils.misc import should_run_periodic_action
@@ -47,7 +46,7 @@ from miles.utils.tracking import Tracker, write_run_config
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from types import TracebackType
 
     from ray import ObjectRef
@@ -58,8 +57,6 @@ if TYPE_CHECKING:
     from miles.ray.rollout.rollout_manager import DataEnd
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Together they keep the promise that a stopped run is gone within 15 s.
 _SAVE_SECS = 8.0
@@ -100,6 +97,7 @@ class Run:
         try:
             self._tracker = Tracker(self.args, self.run_dir)
             self._cluster.connect()
+            self._supervisor.watch_ray(own_ray_processes(), joined_gcs_address())
             await self._start_actors()
         except BaseException:
             await self._shut_down()
@@ -112,7 +110,7 @@ class Run:
     ) -> None:
         try:
             if exc is None:
-                self._trace.groups(await self._supervisor.wait(self.manager.take_group_phases.remote()))
+                self._trace.notes(await self._supervisor.wait(self.manager.end_trace.remote()))
             if isinstance(exc, StopRequested):
                 await self._save_after_stop()
             if self._evals is not None and exc is None:
@@ -142,7 +140,7 @@ class Run:
         self.num_rollout: int = args.num_rollout
         self.trainers = TrainGroup(args, placement.trainers)
         self.trainers.watch(self._supervisor)
-        checkpoint = await self._choose_checkpoint()
+        checkpoint = await self._supervisor.wait(choose_checkpoint(args.load))
         self._evals = make_eval_dispatcher(args, placement.eval_engines, self._export_hf, self._publish_eval)
         evals_started = self._evals.start() if self._evals is not None else _nothing()
         _, resumed_at, eval_pids = await self._supervisor.wait(
@@ -150,7 +148,9 @@ class Run:
         )
         self._supervisor.watch("rollout_manager", self.manager, self._log("rollout_manager"), endless=True)
         self.start_rollout_id: int = resumed_at if args.start_rollout_id is None else args.start_rollout_id
-        await self._resume_rollout(checkpoint, resumed_at)
+        if (start := self.start_rollout_id) > 0:
+            checkpoint = rollout_part(checkpoint, start=start, resumed_at=resumed_at)
+            await self._supervisor.wait(self.manager.load.remote(start - 1, checkpoint))
         self._steps = Steps(args, self.manager, self.trainers)
         self._weights = WeightPublisher(
             self.manager,
@@ -158,38 +158,15 @@ class Run:
             tolerates_faults=tolerates_engine_faults(args),
             on_published=self._weights_published,
             on_view=self._learn_of_engines,
+            on_paused=lambda start, end: self._record("pause", start, end, None),
         )
         await self._write_processes(eval_pids or {})
-
-    async def _choose_checkpoint(self) -> str | None:
-        """The set that trainer and rollout side go on from; None where there is none."""
-        if not self.args.load:
-            return None
-        chosen = await self._supervisor.wait(_in_daemon_thread(newest_readable, self.args.load))
-        if chosen is None:
-            print_note(f"--load {self.args.load} holds no checkpoint of a run: starting from its beginning")
-            return None
-        print_note(f"resuming from {chosen}")
-        return str(chosen)
-
-    async def _resume_rollout(self, checkpoint: str | None, resumed_at: int) -> None:
-        """Bring the rollout side to where the trainer is, or to where --start-rollout-id says."""
-        start = self.start_rollout_id
-        if checkpoint is not None and start != resumed_at:
-            logger.warning(
-                "--start-rollout-id %d is not the loaded checkpoint's %d: its rollout part is left out, and prompts go "
-                "on from what the data source itself has kept, or else start from the beginning",
-                start,
-                resumed_at,
-            )
-            checkpoint = None
-        if start > 0:
-            await self._supervisor.wait(self.manager.load.remote(start - 1, checkpoint))
 
     async def _write_processes(self, eval_pids: dict[str, int]) -> None:
         rollout = await self._supervisor.wait(self.manager.pids.remote())
         trainers = await self._supervisor.wait(self.trainers.pids())
-        self._processes.learn({**rollout, **trainers, **eval_pids})
+        ray_itself = {process.name: process.pid for process in own_ray_processes()}
+        self._processes.learn({**rollout, **trainers, **eval_pids, **ray_itself})
         self._supervisor.learn_pids({**rollout, **trainers})
 
     def _learn_of_engines(self, view: FleetView) -> None:
@@ -200,6 +177,7 @@ class Run:
             self._processes.learn(view.pids)
             self._supervisor.learn_pids(view.pids)
         self._engine_metrics.learn(view)
+        self._trace.learn_engines({engine.url: engine.index for engine in (*view.serving, *view.waiting)})
 
     def _weights_published(self, version: int) -> None:
         if self._evals is not None:
@@ -257,7 +235,7 @@ class Run:
         """One training step on `batch`."""
         for start, end in batch.generation_intervals:
             self._record("generation", start, end, rollout_id)
-        self._trace.groups(batch.group_phases)
+        self._trace.notes(batch.trace_notes)
         self._metrics |= batch.metrics
         self._example = batch.example
         async with self._span("training", "perf/train_time", rollout_id):
@@ -306,7 +284,7 @@ class Run:
             self._metrics["perf/eval_time"] = time.monotonic() - start  # as far as training waited for it
             return
         async with self._span("eval", "perf/eval_time", rollout_id):
-            self._metrics |= await self._supervisor.wait(self.manager.eval.remote(rollout_id))
+            self._metrics |= await self._supervisor.wait(self._weights.wait(self.manager.eval.remote(rollout_id)))
         self._metrics["eval/steps_trained"] = rollout_id + 1
         self._last_evaluated = rollout_id
 
@@ -398,22 +376,6 @@ async def _nothing() -> None: ...
 
 async def _result(ref: Any) -> Any:
     return await ref
-
-
-async def _in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
-    """Like `asyncio.to_thread`, but the program's end does not wait for the thread: a stop must not take as long as
-    reading a large checkpoint does."""
-    loop = asyncio.get_running_loop()
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def call() -> None:
-        try:
-            outcome.set_result(function(*args))
-        except BaseException as error:  # whatever it is, it is the outcome
-            outcome.set_exception(error)
-
-    threading.Thread(target=call, name=function.__name__, daemon=True).start()
-    return await asyncio.wrap_future(outcome, loop=loop)
 
 
 __all__ = ["Run", "RunFailed", "StopRequested"]

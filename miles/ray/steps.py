@@ -50,6 +50,7 @@ class Steps:
             await self._under_way
         if self._args.save and self._last_trained is not None and self._last_trained != self._last_saved:
             await self.save(self._last_trained)
+        await self._trainers.finish_saving()
 
     async def close(self) -> None:
         """Stop waiting for what is under way."""

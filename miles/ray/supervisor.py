@@ -1,7 +1,7 @@
 """Waiting for the run's actors without ever waiting for a dead one.
 
-consumes   results of actor calls, and one endless `watch` (or repeated `ping`) per actor
-waits for  the result, any actor's death, or a request to stop - whichever comes first
+consumes   results of actor calls, one endless `watch` (or repeated `ping`) per actor, and Ray's own processes
+waits for  the result, any death, or a request to stop - whichever comes first
 raises     RunFailed with one message that names the process and its log, or StopRequested
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from miles.ray.ray_processes import gcs_lost
 from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
+    from miles.ray.ray_processes import RayProcess
+
 _PING_SECS = 0.5
+_LOOK_SECS = 0.1
 # A dead engine is often noticed first by whoever talks to it. So much later its own watcher has noticed too.
 _BLAME_SECS = 2.0
 
@@ -40,6 +44,15 @@ class Supervisor:
         self._stop = asyncio.ensure_future(stop.wait())
         self._watchers: dict[asyncio.Task[None], tuple[str, Path]] = {}
         self._pids: dict[str, int] = {}
+        self._ray_processes: list[RayProcess] = []
+        self._ray_watcher: asyncio.Task[str] | None = None
+
+    def watch_ray(self, processes: list[RayProcess], gcs_address: str | None = None) -> None:
+        """Watch what of Ray the run stands on: its own processes, whose end explains every other one at that moment, or
+        the control store of a cluster that it has joined."""
+        self._ray_processes = processes
+        wait = self._wait_for_the_end_of_ray() if gcs_address is None else gcs_lost(gcs_address)
+        self._ray_watcher = asyncio.create_task(wait, name="watch ray")
 
     def watch(self, name: str, actor: ActorHandle, log_path: Path, *, endless: bool) -> None:
         """Watch `actor`: through its own endless `watch`, or by repeated `ping` where it runs one call at a time."""
@@ -58,7 +71,7 @@ class Supervisor:
         """
         call = asyncio.ensure_future(_await_ref(awaitable))
         try:
-            await asyncio.wait({call, self._stop, *self._watchers}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({call, self._stop, *self._all_watchers()}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.done():
                 raise StopRequested
             if call.done() and call.exception() is None:
@@ -72,13 +85,18 @@ class Supervisor:
             await asyncio.gather(call, return_exceptions=True)
 
     def raise_if_died(self) -> None:
-        """Raise RunFailed where an actor, or a process that it owns, has died."""
+        """Raise RunFailed where a process of Ray, an actor, or a process that it owns, has died."""
+        for death in (process.death() for process in self._ray_processes):
+            if death is not None:
+                raise RunFailed(death)
+        if self._ray_watcher is not None and self._ray_watcher.done() and not self._ray_watcher.cancelled():
+            raise RunFailed(self._ray_watcher.result())
         for watcher, (name, log_path) in self._watchers.items():
             if watcher.done() and not watcher.cancelled():
                 raise RunFailed(self._obituary(name, log_path, watcher.exception()))
 
     async def close(self) -> None:
-        tasks = [*self._watchers, self._stop]
+        tasks = [*self._all_watchers(), self._stop]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -93,8 +111,18 @@ class Supervisor:
         return f"{name} failed: {type(cause).__name__}: {cause}; see {log_path}"
 
     async def _give_watchers_time_to_blame(self) -> None:
-        if self._watchers:
-            await asyncio.wait(self._watchers, timeout=_BLAME_SECS, return_when=asyncio.FIRST_COMPLETED)
+        if watchers := self._all_watchers():
+            await asyncio.wait(watchers, timeout=_BLAME_SECS, return_when=asyncio.FIRST_COMPLETED)
+
+    def _all_watchers(self) -> list[asyncio.Task[Any]]:
+        return [*self._watchers, *([self._ray_watcher] if self._ray_watcher is not None else [])]
+
+    async def _wait_for_the_end_of_ray(self) -> str:
+        while True:
+            for death in (process.death() for process in self._ray_processes):
+                if death is not None:
+                    return death
+            await asyncio.sleep(_LOOK_SECS)
 
 
 async def _await_ref(awaitable: Awaitable[Any]) -> Any:

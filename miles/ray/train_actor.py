@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from miles.backends.sglang_utils.launch import nccl_environment
 from miles.utils.http_utils import find_available_port, get_host_info
 from miles.utils.logging_utils import redirect_output
 
@@ -22,6 +23,8 @@ class TrainActor:
 
     def __init__(self, args: Namespace, rank: int, world_size: int) -> None:
         redirect_output(Path(args.run_dir) / "logs" / f"trainer-{rank}.log")
+        for name, value in nccl_environment(args).items():
+            os.environ.setdefault(name, value)
         self._args = args
         self._rank = rank
         self._world_size = world_size
@@ -52,6 +55,10 @@ class TrainActor:
     def save(self, rollout_id: int, rollout_state: str) -> None:
         """Write a checkpoint set; the file at `rollout_state` becomes its rollout part."""
         self._trainer.save(rollout_id, rollout_state)
+
+    def finish_saving(self) -> None:
+        """Wait for the set that is still being written (--async-save)."""
+        self._trainer.finish_saving()
 
     def export_hf(self, directory: str) -> None:
         self._trainer.export_hf(directory)

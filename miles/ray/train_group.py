@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from miles.ray.rollout.rollout_manager import Box
     from miles.ray.supervisor import Supervisor
 
-_TRAINER_GPU_SHARE = 0.4
-
 
 class TrainGroup:
     """The trainer actors of a run."""
@@ -29,9 +27,7 @@ class TrainGroup:
         world_size = num_trainers(args)
         actor_class = ray.remote(TrainActor)
         self.actors = [
-            actor_class.options(**bundles.actor_options(rank, gpu_share=_TRAINER_GPU_SHARE)).remote(
-                args, rank, world_size
-            )
+            actor_class.options(**bundles.actor_options(rank)).remote(args, rank, world_size)
             for rank in range(world_size)
         ]
 
@@ -61,6 +57,10 @@ class TrainGroup:
     async def save_model(self, rollout_id: int, rollout_state: str) -> None:
         """Write a checkpoint set; the staged file at `rollout_state` becomes its rollout part."""
         await self._call("save", rollout_id, rollout_state)
+
+    async def finish_saving(self) -> None:
+        """Wait for the set that is still being written (--async-save)."""
+        await self._call("finish_saving")
 
     async def export_hf(self, directory: str) -> None:
         await self._call("export_hf", directory)

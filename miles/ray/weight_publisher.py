@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from miles.backends.megatron_utils.engine_client import WeightUpdateError
@@ -35,7 +36,8 @@ class WeightPublisher:
     """See the module docstring. `manager` is the RolloutManager's actor handle.
 
     `on_published(version)` is called when the engines have a new version, `on_view(view)` whenever the driver has
-    learned how the engines are.
+    learned how the engines are, `on_paused(start, end)` after an update with the time, in seconds since the epoch,
+    during which no engine generated.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class WeightPublisher:
         tolerates_faults: bool,
         on_published: Callable[[int], None],
         on_view: Callable[[FleetView], None],
+        on_paused: Callable[[float, float], None] = lambda start, end: None,
     ) -> None:
         self._manager = manager
         self._trainers = trainers
         self._tolerates_faults = tolerates_faults
         self._on_published = on_published
         self._on_view = on_view
+        self._on_paused = on_paused
         self._connected: tuple[EngineRef, ...] = ()
         self._has_trained = True
 
@@ -113,6 +117,9 @@ class WeightPublisher:
                     await self._trainers.connect_engines([engine.url for engine in engines])
                     self._connected = engines
                 version, metrics = await self._trainers.update_weights(again=only_waiting)
+                if not only_waiting:  # else the other engines went on
+                    end = time.time()  # continuing the engines is the last thing that an update does
+                    self._on_paused(end - metrics.get("perf/weight_update_pause_seconds", 0.0), end)
             except Exception as error:  # the one place where a failed update becomes a lost engine
                 failure = original_error(error)
                 self._connected = ()
@@ -120,7 +127,7 @@ class WeightPublisher:
                     raise
                 logger.warning("the update is repeated without the engine that failed: %s", failure)
                 await self._manager.fail_update.remote(
-                    engines, failure.engine_url, str(failure), failure.status is not None
+                    engines, failure.engine_urls, str(failure), failure.status is not None
                 )
                 continue
             self._take_in(await self._manager.finish_update.remote(engines, version))

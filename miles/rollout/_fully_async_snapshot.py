@@ -21,17 +21,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from miles.rollout._fully_async_buffer import DataBufferInput
 from miles.rollout._fully_async_groups import take_stock
 from miles.rollout._fully_async_ledger import Owner
+from miles.rollout._fully_async_window import LedgerWindow
 from miles.rollout.sample_codec import SampleCodecError, decode_sample, encode_fields, encode_prompt, hold
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Iterable
 
+    from miles.rollout._fully_async_finished import FinishedGroups
     from miles.rollout._fully_async_groups import Group, PromptGroup
-    from miles.rollout._fully_async_ledger import GroupLedger
+    from miles.rollout._fully_async_ledger import GroupKey, GroupLedger
     from miles.rollout._fully_async_prompts import PromptSupply
+    from miles.rollout._fully_async_trainer import TrainerSide
     from miles.rollout._fully_async_versions import WeightVersions
     from miles.rollout.sample_codec import Fields
 
@@ -144,9 +147,36 @@ def take_moment(ledger: GroupLedger, versions: WeightVersions, prompts: PromptSu
     )
 
 
+class KeepsState:
+    """The saving half of `FullyAsyncRolloutFn`, which owns everything that is named here."""
+
+    ledger: GroupLedger
+    _finished: FinishedGroups
+    _prompts: PromptSupply
+    _trainer: TrainerSide
+    _window: LedgerWindow
+    _worker: asyncio.Future[Any] | None
+
+    def take_moment(self) -> Moment:
+        """Every group that is pulled and not trained, counters, versions and the data source's state, as they are now:
+        `encode` it wherever time does not matter."""
+        return take_moment(self.ledger, self._trainer.versions, self._prompts)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The moment as JSON-ready data. Raises SampleCodecError naming a field of a prompt that cannot be saved."""
+        return self.take_moment().encode()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
+        if self._worker is not None:
+            raise RuntimeError("restore comes before the first call")
+        self._finished.restore(restore_state(state, self.ledger, self._trainer.versions, self._prompts))
+        self._window = LedgerWindow(self.ledger, restored=int(state["ledger"]["in_flight"]))
+
+
 def restore_state(
     state: dict[str, Any], ledger: GroupLedger, versions: WeightVersions, prompts: PromptSupply
-) -> list[DataBufferInput]:
+) -> list[GroupKey]:
     """Load everything; the finished groups, QUEUED, for the caller to queue. Raises ValueError for another format."""
     if state.get("format") != FORMAT:
         raise ValueError(f"rollout state of format {state.get('format')!r}, expected {FORMAT}")
@@ -155,12 +185,12 @@ def restore_state(
     prompts.load_state_dict(state["data_source"])
     versions.load_state_dict(state["versions"])
     ledger.load_state_dict(state["ledger"])
-    items = []
+    keys = []
     for prompt_group, group in finished:
         key = ledger.enter(prompt_group)
         take_stock(key, group)
-        items.append(DataBufferInput(prompt_group, group, key))
-    return items
+        keys.append(key)
+    return keys
 
 
 def _hold_all(group: Iterable[Any], known: dict[int, Fields]) -> Held:

@@ -1,31 +1,41 @@
-"""Notes how each prompt group spends its time, for the run's trace: an observer of the ledger."""
+"""What the rollout notes for the run's trace: how each prompt group spends its time, and each attempt at a sample."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from miles.rollout._fully_async_ledger import Owner
-from miles.utils.trace import GroupPhase
+from miles.rollout.generate_utils.attempts import AttemptLog
+from miles.utils.trace import GroupPhase, SampleSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from miles.rollout._fully_async_ledger import GroupKey
 
-_PHASES = {Owner.IN_FLIGHT: "in flight", Owner.QUEUED: "queued", Owner.DRAINED: "with the trainer"}
+_PHASES = {Owner.IN_FLIGHT: "in flight", Owner.QUEUED: "queued", Owner.DRAINED: "drained"}
 _WAITS_FOR_ROOM = "waits for room"
 _WORTH_A_PHASE_SECS = 0.001
+_EVENTS_OF_A_PHASE, _EVENTS_OF_AN_ATTEMPT = 2, 2
+
+
+class _Open(NamedTuple):
+    key: GroupKey
+    group_index: int | None
+    phase: str
+    since: float
 
 
 class GroupPhases:
-    """`limit` phases at most, then it is blind. `epoch_of` turns loop time into seconds since the epoch."""
+    """An observer of the ledger. `limit` phases at most, then it is blind. `epoch_of` turns loop time into seconds
+    since the epoch."""
 
     def __init__(self, limit: int, epoch_of: Callable[[float], float]) -> None:
         self._left = limit
         self._epoch_of = epoch_of
-        self._since: dict[int, float] = {}
+        self._open: dict[int, _Open] = {}
         self._phases: deque[GroupPhase] = deque()
 
     def on_transition(
@@ -33,40 +43,72 @@ class GroupPhases:
     ) -> None:
         if self._left <= 0:
             return
-        start = self._since.pop(key.number, None)
+        before = self._open.pop(key.number, None)
         if new in _PHASES:
-            self._since[key.number] = now
-        if old is None or start is None:
+            self._open[key.number] = _Open(key, group_index, _PHASES[new], now)
+        if before is None:
             return
         outcome = new.value if reason is None else f"{new.value}: {reason}"
         finished = key.finished_at
         if old is Owner.IN_FLIGHT and finished is not None and now - finished >= _WORTH_A_PHASE_SECS:
-            self._note(key, group_index, _PHASES[old], start, finished, _WAITS_FOR_ROOM)
-            self._note(key, group_index, _WAITS_FOR_ROOM, finished, now, outcome)
-        else:
-            self._note(key, group_index, _PHASES[old], start, now, outcome)
+            self._note(before, finished, _WAITS_FOR_ROOM)
+            before = before._replace(phase=_WAITS_FOR_ROOM, since=finished)
+        self._note(before, now, outcome, is_last=new not in _PHASES)
 
     def take(self) -> list[GroupPhase]:
         """The phases that have ended since the last call; from any thread."""
-        phases = self._phases
-        return [phases.popleft() for _ in range(len(phases))]
+        return [self._phases.popleft() for _ in range(len(self._phases))]
 
-    def _note(self, key: GroupKey, group_index: int | None, phase: str, start: float, end: float, outcome: str) -> None:
+    def end(self, now: float) -> None:
+        """The run ends: so do the phases that go on, at the loop time `now`."""
+        for number in list(self._open):
+            open_phase = self._open.pop(number, None)
+            if open_phase is not None:
+                self._note(open_phase, now, "the run ends", is_last=True)
+
+    def _note(self, p: _Open, end: float, outcome: str, *, is_last: bool = False) -> None:
+        start = self._epoch_of(p.since)
         self._phases.append(
-            GroupPhase(key.number, group_index, phase, self._epoch_of(start), self._epoch_of(end), outcome, key.tokens)
+            GroupPhase(
+                p.key.number, p.group_index, p.phase, start, self._epoch_of(end), outcome, p.key.tokens, is_last=is_last
+            )
         )
         self._left -= 1
         if self._left <= 0:
-            self._since.clear()
+            self._open.clear()
 
 
-def observe_groups(rollout_fn: Any, max_events: int) -> GroupPhases | None:
-    """Note the phases of this rollout function's groups; None where it keeps no ledger, or nothing is wanted. A phase
-    makes two events."""
-    observers = getattr(rollout_fn, "observers", None)
-    if observers is None or max_events <= 0:
+class RolloutTrace:
+    """The notes of one run. `groups` is None where the rollout function keeps no ledger."""
+
+    def __init__(self, groups: GroupPhases | None, attempts: AttemptLog) -> None:
+        self._groups = groups
+        self._attempts = attempts
+
+    def take(self) -> list[GroupPhase | SampleSpan]:
+        """What has ended since the last call; from any thread."""
+        groups = [] if self._groups is None else self._groups.take()
+        return [*groups, *self._attempts.take()]
+
+    def end(self) -> list[GroupPhase | SampleSpan]:
+        """As `take`, and what goes on while the run ends."""
+        if self._groups is not None:
+            self._groups.end(time.monotonic())
+        return self.take()
+
+
+def observe_rollout(rollout_fns: tuple[Any, ...], max_events: int) -> RolloutTrace | None:
+    """Note the groups of the first of these rollout functions, and the samples of all of them, as far as they are built
+    on `GenerateState`; None where nothing is wanted."""
+    if max_events <= 0:
         return None
-    offset = time.time() - time.monotonic()  # loop time is the monotonic clock
-    phases = GroupPhases(max_events // 2, lambda loop_time: loop_time + offset)
-    observers.append(phases)
-    return phases
+    attempts = AttemptLog(max_events // _EVENTS_OF_AN_ATTEMPT)
+    for fn in rollout_fns:
+        if hasattr(getattr(fn, "state", None), "attempts"):
+            fn.state.attempts = attempts
+    groups, observers = None, getattr(rollout_fns[0], "observers", None)
+    if observers is not None:
+        offset = time.time() - time.monotonic()  # loop time is the monotonic clock
+        groups = GroupPhases(max_events // _EVENTS_OF_A_PHASE, lambda loop_time: loop_time + offset)
+        observers.append(groups)
+    return RolloutTrace(groups, attempts)

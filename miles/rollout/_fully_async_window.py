@@ -16,6 +16,8 @@ from __future__ import annotations
 from operator import sub
 from typing import TYPE_CHECKING
 
+from miles.rollout._fully_async_ledger import RecycleReason
+
 if TYPE_CHECKING:
     from miles.rollout._fully_async_ledger import GroupLedger
     from miles.utils.loop_lag import LoopLag
@@ -85,9 +87,13 @@ class Activity:
 
 
 class LedgerWindow:
-    """What the books have counted in the window: one per rollout function, `metrics` once a step."""
+    """What the books have counted in the window: one per rollout function, `metrics` once a step.
 
-    def __init__(self, ledger: GroupLedger) -> None:
+    `restored`: how many groups the books have just counted as recycled because they were in flight in the state that
+    was restored. The first step reports them; whatever else is in the books was reported before the state was saved.
+    """
+
+    def __init__(self, ledger: GroupLedger, restored: int = 0) -> None:
         self._ledger = ledger
         self._names = [
             f"{_PREFIX}/{name}"
@@ -103,6 +109,7 @@ class LedgerWindow:
         ]
         self._sample_retries = 0
         self._before, self._samples_before = self._read(), self._read_samples()
+        self._before[self._names.index(f"{_PREFIX}/groups_recycled_{RecycleReason.RESTORED.value}")] -= restored
 
     def metrics(
         self, *, in_flight_samples: int, in_flight_bound: int, queue_size: int, queue_bytes: int, sample_retries: int

@@ -61,7 +61,7 @@ from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
 from miles.rollout._fully_async_refusals import Refusals
 from miles.rollout._fully_async_slots import SampleSlots, free_one
-from miles.rollout._fully_async_snapshot import Moment, restore_state, take_moment
+from miles.rollout._fully_async_snapshot import KeepsState
 from miles.rollout._fully_async_staleness import StalenessGauge, VersionSplit
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
@@ -110,7 +110,7 @@ _group_oldest_weight_version = group_oldest_weight_version
 _GROUPS_A_TURN = 16  # between two turns of worker or drain, the other tasks of the loop get theirs
 
 
-class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
+class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
     """The rollout function of `train_async.py --fully-async`: one training batch per call.
 
         generate(n) -> training step -> acknowledge(n), or give_back(n) where it failed -> on_weight_version(v)
@@ -228,23 +228,6 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
     def resume_submission(self) -> None:
         super().resume_submission()
         self._look_again()
-
-    def take_moment(self) -> Moment:
-        """Every group that is pulled and not trained, counters, versions and the data source's state, as they are now:
-        `encode` it wherever time does not matter."""
-        return take_moment(self.ledger, self._trainer.versions, self._prompts)
-
-    def snapshot(self) -> dict[str, Any]:
-        """The moment as JSON-ready data. Raises SampleCodecError naming a field of a prompt that cannot be saved."""
-        return self.take_moment().encode()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `snapshot`; before the first call. Raises ValueError where it cannot be understood."""
-        if self._worker is not None:
-            raise RuntimeError("restore comes before the first call")
-        items = restore_state(state, self.ledger, self._trainer.versions, self._prompts)
-        self._finished.restore(item.key for item in items if item.key is not None)
-        self._window = LedgerWindow(self.ledger)
 
     async def close(self) -> None:
         """End the worker and every group task, at any moment; a call that waits for a batch raises. Twice is fine.
@@ -378,8 +361,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups):
         self._trainer.hand_over(rollout_id, mine)
         report.add_trained(mine, VersionSplit(self._trainer.versions, self._trainer.version), self._now())
         report.warn_about_unknown_versions(self.config.max_weight_staleness)
-        is_last = len(mine) < self.config.rollout_batch_size
-        return RolloutFnTrainOutput(samples=batch, metrics=self._metrics(report), is_last=is_last)
+        return RolloutFnTrainOutput(batch, self._metrics(report), is_last=len(mine) < self.config.rollout_batch_size)
 
     async def _collect(self, rollout_id: int, mine: list[GroupKey], report: DrainReport) -> list[list[Any]]:
         """Fill `mine` and return its batch. From the last look at the groups' age to the return there is no await."""

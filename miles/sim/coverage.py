@@ -12,7 +12,21 @@ if TYPE_CHECKING:
     from miles.sim.simulation import Report
 
 # Events that are no faults of a schedule and still ought to be met: what the rollout itself had to do.
-CONSEQUENCES = ("recycle aborted", "recycle stale", "drop max_retries", "queue full", "process crashed", "save")
+CONSEQUENCES = (
+    "recycle aborted",
+    "recycle stale",
+    "drop max_retries",
+    "store refuses",
+    "store drops",
+    "queue full",
+    "no progress",
+    "nothing gets through",
+    "end of data",
+    "eval failed",
+    "eval cancelled",
+    "process crashed",
+    "save",
+)
 
 
 class Coverage:

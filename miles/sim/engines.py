@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,10 @@ TOKENS_PER_SECOND = 10.0
 MEDIAN_TOKENS = 6.0
 LONGEST_TOKENS = 300.0
 HANG_SECONDS = 150.0  # after which even a hanging connection breaks
+ALL_HANG_FACTOR = 75  # all engines together hang for that many times the fault's seconds
 NO_ENGINE_SECONDS = 0.5
+EVAL_GROUP = -1
+"""Stands for the group index of evaluation's requests."""
 
 _PLACES_OF_GENERATION = frozenset(
     {
@@ -100,42 +104,48 @@ class Engine:
         self.version = version
         self.speed = TOKENS_PER_SECOND
         self.alive = True
-        self.paused = False
+        self.paused = False  # by a weight update
+        self.hangs = False
         self.requests: dict[int, Request] = {}
+
+    @property
+    def writes(self) -> bool:
+        return not (self.paused or self.hangs)
 
     def add(self, request: Request) -> None:
         self.requests[request.number] = request
-        if not self.paused:
+        if self.writes:
             self._go(request)
 
     def remove(self, request: Request) -> None:
-        if self.requests.pop(request.number, None) is not None and not self.paused:
+        if self.requests.pop(request.number, None) is not None and self.writes:
             self._halt(request)
 
-    def pause(self) -> None:
+    def set(self, *, paused: bool | None = None, hangs: bool | None = None) -> None:
+        wrote = self.writes
+        self.paused = self.paused if paused is None else paused
+        self.hangs = self.hangs if hangs is None else hangs
+        if wrote == self.writes:
+            return
         for request in self.requests.values():
-            self._halt(request)
-        self.paused = True
-
-    def go_on(self) -> None:
-        self.paused = False
-        for request in self.requests.values():
-            self._go(request)
+            (self._halt if wrote else self._go)(request)
 
     def change_speed(self, speed: float) -> None:
-        for request in self.requests.values() if not self.paused else ():
+        for request in self.requests.values() if self.writes else ():
             self._halt(request)
         self.speed = speed
-        for request in self.requests.values() if not self.paused else ():
+        for request in self.requests.values() if self.writes else ():
             self._go(request)
 
     def shorten(self, request: Request) -> None:
-        self._halt(request)
+        if self.writes:
+            self._halt(request)
         request.tokens = min(request.tokens, request.written + MEDIAN_TOKENS)
-        self._go(request)
+        if self.writes:
+            self._go(request)
 
     def abort_all(self) -> None:
-        for request in self.requests.values():
+        for request in () if self.hangs else self.requests.values():
             request.finish("abort")
 
     def die(self) -> None:
@@ -177,23 +187,48 @@ class EnginePool:
         self.trace = trace
         self.engines = [Engine(i, versions.current) for i in range(schedule.engines)]
         self.running = 0
+        self.in_generation: Counter[int] = Counter()  # calls by group index
+        self.evaluating = 0
+        self.eval_fails_at: int | None = None  # the index of the evaluation's sample that raises
         self.answers: dict[str, Request] = {}
         self.report_fatal: Callable[[BaseException], None] = lambda error: None
+        self.report_begin: Callable[[int], None] = lambda group_index: None
         self._attempts: dict[tuple[int, int], int] = {}
         self._requests = 0
 
     async def generate(self, input: GenerateFnInput) -> Any:
         """Answer `input.sample` in place, or fail as the schedule says."""
+        if input.evaluation:
+            return await self._answer_eval(input)
         sample = input.sample
         group_index, member = place_of(sample, self.schedule)
         if sample.tokens or sample.response or sample.weight_versions or sample.reward is not None:
             self.trace.violate(f"group {group_index} member {member} is generated anew and still carries an answer")
         self.running += 1
+        self.in_generation[group_index] += 1
+        self.report_begin(group_index)
         self.trace.add("generate", group_index, member)
         try:
             return await self._answer(input, group_index, member)
         finally:
             self.running -= 1
+            self.in_generation[group_index] -= 1
+
+    async def _answer_eval(self, input: GenerateFnInput) -> GenerateFnOutput:
+        """Answer a sample of an evaluation; its faults are those of the engines, and `eval_fails_at`."""
+        index = input.sample.index or 0
+        self.evaluating += 1
+        try:
+            request = self._new_request(EVAL_GROUP, index, noise(self.schedule.seed, self._requests, 6))
+            if index == self.eval_fails_at:
+                request.tokens = 1
+            reason = await self._run(request)
+            if index == self.eval_fails_at:
+                raise SimulatedError(f"evaluation fails at sample {index}")
+            await self._write(input.sample, input, request, reason)
+            return GenerateFnOutput(samples=input.sample)
+        finally:
+            self.evaluating -= 1
 
     async def _answer(self, input: GenerateFnInput, group_index: int, member: int) -> Any:
         attempt = self._attempts[group_index, member] = self._attempts.get((group_index, member), -1) + 1
@@ -228,15 +263,17 @@ class EnginePool:
         return None
 
     def _request(self, group_index: int, member: int, attempt: int, fault: Fault | None) -> Request:
-        u = noise(self.schedule.seed, group_index, member, attempt, 1)
+        request = self._new_request(group_index, member, noise(self.schedule.seed, group_index, member, attempt, 1))
+        if fault is not None and fault.kind is FaultKind.STRAGGLER:
+            request.tokens *= 20
+        request.hangs = fault is not None and fault.kind is FaultKind.HANG
+        return request
+
+    def _new_request(self, group_index: int, member: int, u: float) -> Request:
         alpha = 4.0 if self.faults.quiet else self.schedule.tail_alpha
         tokens = heavy_tail(u, median=MEDIAN_TOKENS, alpha=alpha, longest=LONGEST_TOKENS)
-        if fault is not None and fault.kind is FaultKind.STRAGGLER:
-            tokens *= 20
         self._requests += 1
-        done = asyncio.get_running_loop().create_future()
-        hangs = fault is not None and fault.kind is FaultKind.HANG
-        return Request(self._requests, group_index, member, tokens, done, hangs=hangs)
+        return Request(self._requests, group_index, member, tokens, asyncio.get_running_loop().create_future())
 
     async def _run(self, request: Request) -> str:
         living = [engine for engine in self.engines if engine.alive]
@@ -286,7 +323,9 @@ class EnginePool:
             engine = self.engines[fault.member % len(self.engines)]
             if begins:
                 self.faults.fire(fault)
-            if fault.kind is FaultKind.ENGINE_SLOW:
+            if fault.kind is FaultKind.ENGINES_HANG:
+                self.hang(begins)
+            elif fault.kind is FaultKind.ENGINE_SLOW:
                 engine.change_speed(TOKENS_PER_SECOND / 8 if begins else TOKENS_PER_SECOND)
             elif begins:
                 engine.die()
@@ -297,13 +336,14 @@ class EnginePool:
         changes = [
             change
             for fault in self.faults.timed
-            if fault.kind in (FaultKind.ENGINE_DIES, FaultKind.ENGINE_SLOW)
-            for change in ((fault.at, fault, True), (fault.at + fault.seconds, fault, False))
+            if fault.kind in (FaultKind.ENGINE_DIES, FaultKind.ENGINE_SLOW, FaultKind.ENGINES_HANG)
+            for change in ((fault.at, fault, True), (fault.at + _lasts(fault), fault, False))
         ]
         return sorted(changes, key=lambda change: change[0])
 
     def hurry(self) -> None:
         """Bad times are over: engines live and are fast, hanging connections break, stragglers end soon."""
+        self.hang(False)
         for engine in self.engines:
             engine.alive = True
             engine.change_speed(TOKENS_PER_SECOND)
@@ -312,18 +352,23 @@ class EnginePool:
                     request.fail(connection_lost())
                 engine.shorten(request)
 
+    def hang(self, hangs: bool) -> None:
+        """All engines stop answering, or are as they were again: so they are after a restart of the run, too."""
+        for engine in self.engines:
+            engine.set(hangs=hangs)
+
     async def update_weights(self) -> None:
         """Pause, publish the next version on every engine, continue."""
         self.trace.add("update start", self.versions.current + 1, self.schedule.pause_mode)
         for engine in self.engines:
             if self.schedule.pause_mode == "abort":
                 engine.abort_all()
-            engine.pause()
+            engine.set(paused=True)
         await asyncio.sleep(self.schedule.update_seconds)
         self.versions.current += 1
         for engine in self.engines:
             engine.version = self.versions.current
-            engine.go_on()
+            engine.set(paused=False)
         self.trace.add("update end", self.versions.current)
 
     async def serve_model_info(self, url: str) -> dict[str, str]:
@@ -340,6 +385,10 @@ _FAILS_BEFORE_THE_ENGINE = frozenset(
         FaultKind.GENERATE_RETURNS_NONSENSE,
     }
 )
+
+
+def _lasts(fault: Fault) -> float:
+    return fault.seconds * (ALL_HANG_FACTOR if fault.kind is FaultKind.ENGINES_HANG else 1)
 
 
 def place_of(sample: Sample, schedule: Schedule) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from miles.sim.store import SimulatedStore
+
 if TYPE_CHECKING:
     from miles.sim.process import TrainingProcess
 
@@ -28,6 +30,13 @@ class Invariants:
             self._events_seen = events
             self.check()
 
+    def check_where_all_waits(self) -> None:
+        """Nothing happens until the next timer: so the worker must have nothing to do."""
+        worker = self.fn._worker
+        idle = worker is not None and not worker.done() and self.fn._group_tasks.failure is None
+        if idle and not self.fn._closed and self.fn._room_to_submit() > 0:
+            self.process.trace.violate("the worker sleeps, though one more group may be submitted")
+
     def check(self) -> None:
         self._check_bounds()
         self._check_ledger()
@@ -41,6 +50,11 @@ class Invariants:
         if (full := fn.queue_size >= fn.queue_capacity) and not self._was_full:
             self.process.trace.add("queue full", fn.queue_size)
         self._was_full = full
+        store = fn._finished.store
+        if isinstance(store, SimulatedStore):  # its bound is its own; what was given back or restored waits before it
+            if len(store.items) > store.capacity:
+                self.process.trace.violate(f"{len(store.items)} groups are in the store, its bound is {store.capacity}")
+            return
         most, queue = self.process.schedule.max_bytes, fn._output
         if most is not None and queue is not None and queue.qsize() > 1:  # one group alone may exceed it
             finished = fn._finished

@@ -55,6 +55,11 @@ class Observer:
         self.books = Books()
         self.counts: Counter[str] = Counter()  # of this process: pulled, returned, trained, dropped
         self.errors: list[tuple[float, BaseException]] = []
+        self.began_at: dict[int, float] = {}  # when it was pulled, or re-issued after a restart
+        self.empty_batches: int | None = schedule.max_empty_batches
+        self.turned_down = 0  # groups in a row, since the filter let one pass
+        self._judged: int | None = None  # the group that a call has taken and not decided about
+        self._budget_is_used_up = False
         self._expected = MemoryDataset(schedule.prompts, schedule.seed)
 
     # ---- the data source's doors
@@ -75,6 +80,7 @@ class Observer:
             self.trace.violate(f"group {index} is pulled, expected {books.next_fresh} or one that was given back")
         if group[0].prompt != (expected := self._prompt_of(index)):
             self.trace.violate(f"group {index} has the prompt {group[0].prompt}, expected {expected}")
+        self.began_at[index] = asyncio.get_running_loop().time()
         self.trace.add("pull", index)
 
     def _prompt_of(self, index: int) -> Any:
@@ -89,6 +95,7 @@ class Observer:
         self._require_outstanding(index, "is given back to the data source")
         self.books.given_back[index] = self.books.outstanding.pop(index)
         self.books.restored.discard(index)
+        self._turn_down(index)
         for sample in group:
             if sample.tokens or sample.response or sample.reward is not None or sample.weight_versions:
                 self.trace.violate(f"group {index} is given back and still carries the answer {sample.response!r}")
@@ -102,6 +109,7 @@ class Observer:
         del self.books.outstanding[index]
         self.books.restored.discard(index)
         self.books.dropped[index] = reason
+        self._turn_down(index)
         self.trace.add("drop", index, reason)
 
     def dropped_by_handler(self, index: int, reason: str) -> None:
@@ -113,10 +121,69 @@ class Observer:
             self.trace.violate(f"group {index} is dropped ({reason}) after {pulls} pulls")
         self.dropped(index, reason)
 
+    def generation_begins(self, index: int) -> None:
+        """A restored group is re-issued without the data source."""
+        self.began_at.setdefault(index, asyncio.get_running_loop().time())
+
+    # ---- the budget for empty batches
+
+    def drained(self, index: int) -> None:
+        """A call has taken the group, and will decide about it."""
+        self.require_no_end()
+        self._judged = index
+
+    def kept(self, index: int) -> None:
+        """The filter lets the group pass."""
+        self.turned_down, self._judged = 0, None
+
+    def _turn_down(self, index: int) -> None:
+        self.turned_down += 1
+        if index == self._judged:
+            self._judged = None
+            most = self.empty_batches
+            self._budget_is_used_up = most is not None and self.turned_down >= most * self.schedule.rollout_batch_size
+
+    def require_no_end(self) -> None:
+        """The call goes on."""
+        if self._budget_is_used_up:
+            self.trace.violate(f"a call goes on after {self.turned_down} groups in a row were turned down")
+
+    def nothing_gets_through(self, message: str) -> None:
+        """A call raises NothingGetsThrough."""
+        most = self.empty_batches
+        if most is None or self.turned_down < most * self.schedule.rollout_batch_size:
+            self.trace.violate(f"a call gives up after {self.turned_down} groups in a row: {message}")
+        if not message.startswith(f"{self.turned_down} finished groups in a row were turned down"):
+            self.trace.violate(f"{self.turned_down} groups in a row were turned down, the call says: {message}")
+        self.trace.add("nothing gets through", self.turned_down)
+
+    # ---- the end of the data
+
+    def data_ended(self) -> None:
+        """A call raises EndOfData."""
+        books = self.books
+        if not self._all_pulled or books.outstanding or books.given_back:
+            left = sorted({*books.outstanding, *books.given_back})
+            self.trace.violate(
+                f"the data ends after {books.next_fresh} groups, and {left} are neither trained nor dropped"
+            )
+        self.trace.add("end of data", books.next_fresh)
+
+    @property
+    def _all_pulled(self) -> bool:
+        return self.books.next_fresh == self.schedule.data_groups
+
+    def _is_last_batch(self, indexes: list[int]) -> bool:
+        """Whether these groups are all that is left of the data."""
+        return self._all_pulled and not self.books.given_back and self.books.outstanding.keys() == set(indexes)
+
+    # ---- the trainer's steps
+
     def step_starts(self, step: int, batch: list[list[Any]]) -> None:
         """The trainer begins a step: everything in the batch is outstanding, whole, sorted and fresh enough."""
         indexes = [index_of(group) for group in batch]
-        if indexes != sorted(set(indexes)) or len(indexes) != self.schedule.rollout_batch_size:
+        whole = len(indexes) == self.schedule.rollout_batch_size
+        if indexes != sorted(set(indexes)) or not (whole or (indexes and self._is_last_batch(indexes))):
             self.trace.violate(f"step {step} has the groups {indexes}")
         for index, group in zip(indexes, batch, strict=True):
             self._require_outstanding(index, f"is handed to step {step}")
@@ -190,6 +257,8 @@ class Observer:
         self.books.restored = set(books.outstanding)
         self.counts.clear()
         self.errors.clear()
+        self.began_at.clear()
+        self.turned_down, self._judged, self._budget_is_used_up = 0, None, False
 
 
 def samples_of(group: list[Any]) -> list[Any]:

@@ -26,6 +26,10 @@ _PLACES_OF_REWARD = frozenset(
 )
 
 
+IN_EVALUATION = "simulated_evaluation"
+"""Marks, in their metadata, the samples of an evaluation."""
+
+
 class Plugins:
     """`reward` and `filter` of one simulated run."""
 
@@ -33,10 +37,13 @@ class Plugins:
         self.schedule = schedule
         self.faults = faults
         self.observer = observer
+        self._drops = 0  # so many groups are dropped, whichever they are
 
     async def reward(self, args: Any, samples: Any, **keywords: Any) -> Any:
         """The reward of one sample, or of each in a list; takes a moment for most of them."""
         first = samples[0] if isinstance(samples, list) else samples
+        if IN_EVALUATION in first.metadata:
+            return 1.0
         wait = noise(self.schedule.seed, first.index, 3)
         if wait > 0.3:
             await asyncio.sleep(wait / 4)
@@ -44,7 +51,9 @@ class Plugins:
 
     def reward_now(self, args: Any, samples: Any, **keywords: Any) -> Any:
         """The same as an ordinary function."""
-        return [self._value(s) for s in samples] if isinstance(samples, list) else self._value(samples)
+        if not isinstance(samples, list):
+            return 1.0 if IN_EVALUATION in samples.metadata else self._value(samples)
+        return [self._value(s) for s in samples]
 
     def _value(self, sample: Sample) -> float | None:
         group_index, member = place_of(sample, self.schedule)
@@ -71,9 +80,14 @@ class Plugins:
         index = index_of(group)
         if self.faults.at_group(index, FaultKind.FILTER_RAISES):
             raise FilterFailed(f"the filter fails for group {index}")
-        if self.faults.at_group(index, FaultKind.FILTER_DROPS):
+        many = self.faults.at_group(index, FaultKind.FILTER_DROPS_MANY)
+        if many is not None:
+            self._drops = max(self._drops, 1 + int(many.seconds * self.schedule.rollout_batch_size))
+        if self.faults.at_group(index, FaultKind.FILTER_DROPS) or (self._drops and not self.faults.quiet):
+            self._drops = max(0, self._drops - 1)
             self.observer.dropped(index, "filter")
             return DynamicFilterOutput(keep=False, reason="simulated")
+        self.observer.kept(index)
         return DynamicFilterOutput(keep=True)
 
 

@@ -14,25 +14,28 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import miles.rollout.fully_async_rollout as heart
-from miles.rollout.base_types import RolloutFnConstructorInput, RolloutFnTrainInput
+from miles.rollout._fully_async_errors import NoProgress, NothingGetsThrough
+from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnTrainInput
+from miles.sim.evaluation import SharedEngineEvaluation
 from miles.sim.faults import FaultBook, Misbehaved
 from miles.sim.plugins import FilterFailed
 from miles.sim.schedule import Fault, FaultKind, Schedule
 from miles.sim.source import MemoryDataset, SimulatedDataSource
 from miles.sim.trace import Trace, Violation
 from miles.sim.transitions import Transitions
+from miles.sim.waits import Waits
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from miles.rollout._fully_async_snapshot import Moment
+    from miles.rollout.base_types import RolloutFnTrainOutput
     from miles.sim.engines import EnginePool
     from miles.sim.observer import Books, Observer
 
 DRAIN_SECONDS = 2000.0
 """No batch may take longer, whatever goes wrong."""
 
-EVAL_SECONDS = 2.0
 WEATHER = "weather"
 """The name of the one task that outlives a process."""
 
@@ -69,7 +72,11 @@ class Surroundings:
 
 
 class Crash(Exception):
-    """A drain has raised the error of user code, as it must."""
+    """A drain has raised the error of user code, or has given up where a flag says so, as it must."""
+
+
+class DataEnded(Exception):
+    """A drain has said so, and it is true."""
 
 
 class TrainingProcess:
@@ -77,6 +84,7 @@ class TrainingProcess:
 
     def __init__(self, around: Surroundings, save: Save) -> None:
         self.schedule, self.engines, self.observer = around.schedule, around.engines, around.observer
+        self.args = around.args
         self.faults, self.trace = around.faults, around.trace
         self.save = save
         self.step = save.step
@@ -84,9 +92,14 @@ class TrainingProcess:
         self._early: asyncio.Task[list[list[Any]]] | None = None
         self._batch_version = 0  # the version at which the last batch was handed over
         dataset = MemoryDataset(self.schedule.prompts, self.schedule.seed)
-        self.source = SimulatedDataSource(around.args, dataset, around.faults, around.observer)
+        self.source = SimulatedDataSource(
+            around.args, dataset, around.faults, around.observer, self.schedule.data_groups
+        )
         self.fn = heart.FullyAsyncRolloutFn(RolloutFnConstructorInput(around.args, self.source))
-        self.fn.observers.append(Transitions(around.observer, around.trace))
+        self.fn.observers.append(Transitions(self, around.observer, around.trace))
+        self.evaluation = SharedEngineEvaluation(around.args, around.engines, around.observer, around.trace)
+        self._waits: Waits | None = None
+        self.engines.hang(False)
         self.observer.go_back_to(save.books)
         self.engines.versions.current = save.version
         if save.rollout is not None:
@@ -96,29 +109,43 @@ class TrainingProcess:
     # ---- the life of the process
 
     async def run(self) -> None:
-        """All steps of the run. Raises Crash."""
+        """All steps of the run, or as many as there is data for. Raises Crash."""
         loop = asyncio.get_running_loop()
         for fault in self.faults.timed:
             if fault.kind is FaultKind.SAVE_ANY_TIME and fault.at > loop.time() and self.schedule.acknowledges:
                 self._timers.append(loop.call_at(fault.at, self._save_any_time, fault))
         await self._update_weights()
-        while self.step < self.schedule.steps:
-            await self._one_step()
+        try:
+            while self.step < self.schedule.steps:
+                await self._one_step()
+        except DataEnded:
+            self.trace.add("run ends with its data", self.step)
 
     async def finish(self) -> None:
-        """Without any more faults: train until every outstanding group is settled and a new one has come."""
+        """Without any more faults: train until every outstanding group is settled and a new one has come, or to the end
+        of the data."""
         self.faults.quiet = True
         self.engines.hurry()
         books = self.observer.books
         waiting, first_new = {*books.outstanding, *books.given_back}, books.next_fresh
         self.trace.add("quiet", len(waiting))
         steps_left = 20 + 4 * len(waiting) // self.schedule.rollout_batch_size
-        while (left := waiting - books.trained.keys() - books.dropped.keys()) or books.next_fresh == first_new:
+        if self.schedule.data_groups is not None:
+            steps_left += self.schedule.data_groups - first_new
+        while (
+            (left := waiting - books.trained.keys() - books.dropped.keys())
+            or books.next_fresh == first_new
+            or self.schedule.data_groups is not None
+        ):
             if steps_left == 0:
                 self.trace.violate(f"lost: groups {sorted(left)} are never trained; {books.next_fresh - first_new} new")
             steps_left -= 1
-            await self._train(await self._drain(self.step), self.step)
-            self._acknowledge(self.step)
+            try:
+                batch = await self._drain(self.step)
+            except DataEnded:
+                return
+            await self._train(batch, self.step)
+            self._acknowledge(self.step, batch)
             self.step += 1
 
     async def end(self, ending: Ending) -> None:
@@ -148,7 +175,7 @@ class TrainingProcess:
         batch = await self._drain(step) if batch is None else batch
         if not await self._train(batch, step):
             return
-        self._acknowledge(step)
+        self._acknowledge(step, batch)
         self.step += 1
         if self.schedule.acknowledges and self.step % self.schedule.save_interval == 0:
             self._save()
@@ -186,7 +213,10 @@ class TrainingProcess:
         return await self._call(step)
 
     async def _call(self, step: int) -> list[list[Any]]:
-        began = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        limit_of_waits = self.schedule.no_progress_timeout
+        self._waits = waits = Waits(limit_of_waits, began, self.evaluation.paused_since, self.observer, self.trace)
         errors_before = [error for at, error in self.observer.errors if at < began]
         version = self.engines.versions.current_label if self.schedule.passes_version else None
         input = RolloutFnTrainInput(step, version)  # type: ignore[arg-type]
@@ -198,6 +228,16 @@ class TrainingProcess:
             return await self._call(step)
         except Violation:
             raise
+        except EndOfData as error:
+            self.observer.data_ended()
+            raise DataEnded from error
+        except NothingGetsThrough as error:
+            self.observer.nothing_gets_through(str(error))
+            self._raise_budget()
+            raise Crash from error
+        except NoProgress as error:
+            waits.gave_up(str(error), loop.time(), sorted(+self.engines.in_generation))
+            raise Crash from error
         except Exception as error:  # the one place where the error that must surface is told from any other
             if limit.expired():
                 self.trace.violate(f"no progress: the drain of step {step} takes over {DRAIN_SECONDS:g} s")
@@ -207,9 +247,28 @@ class TrainingProcess:
             self.trace.violate(
                 f"the drain of step {step} hands over a batch, though before it began {errors_before[0]!r}"
             )
+        waits.group_came(loop.time())
+        self.observer.require_no_end()
+        self._require_last_is_said(output)
         self.trace.add("batch", step)
         self._batch_version = self.engines.versions.current
         return output.samples
+
+    def _require_last_is_said(self, output: RolloutFnTrainOutput) -> None:
+        short = len(output.samples) < self.schedule.rollout_batch_size
+        if output.is_last != short:
+            self.trace.violate(f"a batch of {len(output.samples)} groups has is_last {output.is_last}")
+
+    def group_came(self, index: int) -> None:
+        """The call has taken a group."""
+        self.observer.drained(index)
+        if self._waits is not None:
+            self._waits.group_came(asyncio.get_running_loop().time())
+
+    def _raise_budget(self) -> None:
+        """Whoever restarts the run grants it more empty batches: the groups that used them up may be in the save."""
+        self.args.max_empty_batches *= 2
+        self.observer.empty_batches = self.args.max_empty_batches
 
     def _require_expected(self, error: BaseException) -> None:
         """Raise Violation unless this is the error of user code, or says what came of its misbehaviour."""
@@ -238,11 +297,11 @@ class TrainingProcess:
         self.observer.step_done(step, batch)
         return True
 
-    def _acknowledge(self, step: int) -> None:
+    def _acknowledge(self, step: int, batch: list[list[Any]]) -> None:
         if not self.schedule.acknowledges:
             return
         trained = self.fn.acknowledge(step)
-        if trained != self.schedule.rollout_batch_size or self.fn.acknowledge(step) != 0:
+        if trained != len(batch) or self.fn.acknowledge(step) != 0:
             self.trace.violate(f"acknowledge({step}) says {trained} groups")
         if self.fn.give_back(step) != 0:
             self.trace.violate(f"the batch of step {step} can be given back after it was acknowledged")
@@ -261,27 +320,6 @@ class TrainingProcess:
         self.fn.on_weight_version(self.engines.versions.current_label)
 
     async def _evaluate_if_due(self, step: int) -> None:
-        for kind in (FaultKind.EVAL, FaultKind.EVAL_FAILS):
-            if not self.faults.at_step(step, kind):
-                continue
-            self.trace.add("eval start", step)
-            self.fn.pause_submission()
-            try:
-                await self._evaluate(kind)
-            except EvalFailed:
-                self.trace.add("eval failed", step)
-            finally:
-                self.fn.resume_submission()
-            self.trace.add("eval end", step)
-
-    async def _evaluate(self, kind: FaultKind) -> None:
-        pulled = self.observer.counts["pulled"]
-        await asyncio.sleep(EVAL_SECONDS)
-        if self.observer.counts["pulled"] != pulled:
-            self.trace.violate("a group is submitted while evaluation has paused submission")
-        if kind is FaultKind.EVAL_FAILS:
-            raise EvalFailed
-
-
-class EvalFailed(Exception):
-    """A simulated evaluation that goes wrong."""
+        for kind in (FaultKind.EVAL, FaultKind.EVAL_FAILS, FaultKind.EVAL_CANCELLED):
+            if (fault := self.faults.at_step(step, kind)) is not None:
+                await self.evaluation.run(self.fn, step, fault)

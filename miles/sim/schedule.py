@@ -37,16 +37,19 @@ class FaultKind(Enum):
     REWARD_NAN = "reward_nan"  # fatal, or the sample is marked, by flag
     REWARD_NONE = "reward_none"  # fatal, or the sample is marked, by flag
     FILTER_DROPS = "filter_drops"  # the group is dropped
+    FILTER_DROPS_MANY = "filter_drops_many"  # a budget for empty batches ends the run, where there is one
     FILTER_RAISES = "filter_raises"  # that drain raises
     SOURCE_RAISES = "source_raises"  # fatal
     TRAIN_FAILS = "train_fails"  # the batch is given back
     DRAIN_CANCELLED = "drain_cancelled"  # nothing: the next call gets the groups
     EVAL = "eval"  # submission pauses and goes on
     EVAL_FAILS = "eval_fails"  # submission pauses and goes on
+    EVAL_CANCELLED = "eval_cancelled"  # submission pauses and goes on
     SAVE_MID_STEP = "save_mid_step"  # the drained batch is part of the state
     SAVE_ANY_TIME = "save_any_time"  # whatever is going on
     ENGINE_DIES = "engine_dies"  # its samples are tried again elsewhere
     ENGINE_SLOW = "engine_slow"  # nothing
+    ENGINES_HANG = "engines_hang"  # where a flag limits the wait, the run ends and says what is stuck
     KILL = "kill"  # the next process goes on from the last save
 
     @property
@@ -61,15 +64,18 @@ class FaultKind(Enum):
 
 _TARGETS = {
     FaultKind.FILTER_DROPS: Target.GROUP,
+    FaultKind.FILTER_DROPS_MANY: Target.GROUP,
     FaultKind.FILTER_RAISES: Target.GROUP,
     FaultKind.SOURCE_RAISES: Target.GROUP,
     FaultKind.TRAIN_FAILS: Target.STEP,
     FaultKind.DRAIN_CANCELLED: Target.STEP,
     FaultKind.EVAL: Target.STEP,
     FaultKind.EVAL_FAILS: Target.STEP,
+    FaultKind.EVAL_CANCELLED: Target.STEP,
     FaultKind.SAVE_MID_STEP: Target.STEP,
     FaultKind.ENGINE_DIES: Target.TIME,
     FaultKind.ENGINE_SLOW: Target.TIME,
+    FaultKind.ENGINES_HANG: Target.TIME,
     FaultKind.SAVE_ANY_TIME: Target.TIME,
     FaultKind.KILL: Target.TIME,
 }
@@ -113,6 +119,9 @@ class Schedule:
     seed: int = 0
     steps: int = 4
     prompts: int = 150
+    data_groups: int | None = None
+    """Prompt groups after which the data source has no more; None where epoch follows epoch."""
+
     shuffle: bool = False
     rollout_batch_size: int = 2
     n_samples_per_prompt: int = 2
@@ -120,6 +129,9 @@ class Schedule:
     max_weight_staleness: int | None = None
     capacity_factor: float | None = None
     max_bytes: int | None = None
+    store: str = "builtin"
+    """The store of finished groups: the built-in one, or one of `miles.sim.store`: newest_first, refusing."""
+
     nested: bool = False
     granularity: str = "group"
     unused_handler: str = "retry"
@@ -127,6 +139,8 @@ class Schedule:
     sample_max_retries: int = 3
     sample_timeout: float | None = None
     group_timeout: float | None = None
+    no_progress_timeout: float | None = None
+    max_empty_batches: int | None = None
     missing_reward: str = "error"
     group_rm: bool = False
     sync_reward: bool = False
@@ -159,13 +173,14 @@ class Schedule:
 
 
 def _from_random(seed: int, rng: random.Random) -> Schedule:
-    batch, members, steps = rng.randint(1, 5), rng.randint(1, 4), rng.randint(5, 9)
+    batch, members, steps = rng.randint(1, 5), rng.randint(1, 4), rng.randint(4, 8)
     labels = rng.choice(["number", "number", "number", "hash"])
     sync_like = rng.random() < 0.1  # the limit 0 behaves like synchronous training
     schedule = Schedule(
         seed=seed,
         steps=steps,
-        prompts=rng.choice([7, 23, 150]),
+        prompts=rng.choice([2, 7, 23, 150]),
+        data_groups=rng.randint(1, 2 * batch * steps) if rng.random() < 0.2 else None,
         shuffle=rng.random() < 0.5,
         rollout_batch_size=batch,
         n_samples_per_prompt=members,
@@ -173,6 +188,7 @@ def _from_random(seed: int, rng: random.Random) -> Schedule:
         max_weight_staleness=0 if sync_like else rng.choice([None, 1, 1, 2, 3]),
         capacity_factor=rng.choice([None, 0.5, 1.0, 2.0]),
         max_bytes=rng.choice([None, None, None, 5_000, 20_000]),
+        store=rng.choice(["builtin", "builtin", "builtin", "newest_first", "refusing"]),
         nested=rng.random() < 0.2,
         granularity=rng.choice(["group", "sample"]),
         unused_handler=rng.choice(["retry", "retry", "retry", "drop"]),
@@ -180,6 +196,8 @@ def _from_random(seed: int, rng: random.Random) -> Schedule:
         sample_max_retries=rng.choice([3, 3, 1, 1]),
         sample_timeout=rng.choice([None, None, 15.0, 40.0]),
         group_timeout=rng.choice([None, None, None, 60.0]),
+        no_progress_timeout=rng.choice([None, 45.0, 100.0]),
+        max_empty_batches=rng.choice([None, 1, 2, 4]),
         missing_reward=rng.choice(["error", "remove"]),
         group_rm=rng.random() < 0.15,
         sync_reward=rng.random() < 0.2,

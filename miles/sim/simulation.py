@@ -1,7 +1,8 @@
 """One simulated run: `simulate(schedule)` builds the world around the real rollout classes and runs it to its end.
 
     FullyAsyncRolloutFn, GenerateState, generate_and_rm(_group), RolloutDataSourceWithBuffer    the real ones
-    event loop, engines, reward, filter, data set, trainer, evaluation                         simulated
+    eval_rollout, SubmissionGate                                                               the real ones, too
+    event loop, engines, reward, filter, custom store, data set, trainer                       simulated
 
 Invariants are checked after each round of the event loop in which something happened, and by the observer at each event
 that it sees.
@@ -23,6 +24,7 @@ from miles.sim.observer import Books, Observer
 from miles.sim.plugins import Plugins
 from miles.sim.process import WEATHER, Crash, Ending, Save, Surroundings, TrainingProcess
 from miles.sim.schedule import FaultKind, Schedule
+from miles.sim.store import SimulatedStore
 from miles.sim.trace import Trace, Violation
 from miles.sim.virtual_loop import VirtualTimeLoop
 from miles.utils.misc import function_registry
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterator
     from typing import Any
+
+    from miles.rollout._fully_async_buffer import DataBufferConstructorInput
 
 QUEUE_GROUPS = 12
 """What `--async-data-buffer-capacity-factor` unset means here: small enough to be reached."""
@@ -79,7 +83,7 @@ def simulate(schedule: Schedule) -> Report:
 
 def _discard(loop: VirtualTimeLoop) -> None:
     """End what a failed run has left, so that nothing of it reaches the next one."""
-    loop.after_round = None
+    loop.after_round = loop.before_time_passes = None
     for task in asyncio.all_tasks(loop):
         task.cancel()
     try:
@@ -100,6 +104,7 @@ def _seams(simulation: Simulation) -> Iterator[None]:
             ("simulated_generate", simulation.engines.generate),
             ("simulated_reward", reward),
             ("simulated_filter", plugins.filter),
+            ("simulated_store", simulation.make_store),
         ):
             stack.enter_context(function_registry.temporary(name, function))
         stack.enter_context(use_user_calls(InlineUserCalls()))
@@ -121,8 +126,12 @@ class Simulation:
         self.engines = EnginePool(schedule, self.versions, self.faults, trace)
         self.observer = Observer(schedule, self.engines, trace)
         self.engines.report_fatal = self.observer.fatal
+        self.engines.report_begin = self.observer.generation_begins
         self.plugins = Plugins(schedule, self.faults, self.observer)
         self.around = Surroundings(schedule, rollout_args(schedule), self.engines, self.faults, self.observer, trace)
+
+    def make_store(self, input: DataBufferConstructorInput) -> SimulatedStore:
+        return SimulatedStore(input, self.schedule, self.faults, self.observer, self.trace)
 
     def on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error that nobody awaits. In a callback it is lost; that of a task ends with the run that has failed."""
@@ -140,8 +149,9 @@ class Simulation:
             process = TrainingProcess(self.around, save)
             invariants = Invariants(process)
             loop.after_round = invariants.check_if_something_happened
+            loop.before_time_passes = invariants.check_where_all_waits
             ending = await self._live(process, kills)
-            loop.after_round = None
+            loop.after_round = loop.before_time_passes = None
             await process.end(ending)
             if self.trace.violation is not None:
                 raise self.trace.violation
@@ -190,6 +200,9 @@ def rollout_args(schedule: Schedule) -> Namespace:
         async_max_concurrent_samples=schedule.async_max_concurrent_samples,
         async_data_buffer_capacity_factor=schedule.capacity_factor,
         async_data_buffer_max_bytes=schedule.max_bytes,
+        custom_async_data_buffer_path=None if schedule.store == "builtin" else "simulated_store",
+        no_progress_timeout=schedule.no_progress_timeout,
+        max_empty_batches=schedule.max_empty_batches,
         rollout_submission_granularity=schedule.granularity,
         async_unused_samples_handler=schedule.unused_handler,
         async_max_group_retries=schedule.max_group_retries,

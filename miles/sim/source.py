@@ -36,22 +36,33 @@ class MemoryDataset:
 
 
 class SimulatedDataSource(RolloutDataSourceWithBuffer):
-    """Tells the observer what is pulled and what comes back. `observer` is None once its process has been killed."""
+    """Tells the observer what is pulled and what comes back. `observer` is None once its process has been killed.
 
-    def __init__(self, args: Namespace, dataset: MemoryDataset, faults: FaultBook, observer: Observer) -> None:
+    After `data_groups` groups there are none but those that come back.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        dataset: MemoryDataset,
+        faults: FaultBook,
+        observer: Observer,
+        data_groups: int | None = None,
+    ) -> None:
         super().__init__(Namespace(**{**vars(args), "rollout_global_dataset": False}))
         self.dataset: Any = dataset
         self._order_epoch()
         self._faults = faults
+        self._data_groups = data_groups
         self.observer: Observer | None = observer
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         self._may_raise()
-        return self._observed(super().get_samples(num_samples))
+        return [] if self._has_ended and not self.buffer else self._observed(super().get_samples(num_samples))
 
     def get_fresh_samples(self, num_samples: int) -> list[list[Sample]]:
         self._may_raise()
-        return self._observed(super().get_fresh_samples(num_samples))
+        return [] if self._has_ended else self._observed(super().get_fresh_samples(num_samples))
 
     def _may_raise(self) -> None:
         if self.observer is not None and (fault := self._faults.at_group(self._next_index, FaultKind.SOURCE_RAISES)):
@@ -63,6 +74,10 @@ class SimulatedDataSource(RolloutDataSourceWithBuffer):
         for group in groups if self.observer is not None else ():
             self.observer.pulled(group)  # type: ignore[union-attr]
         return groups
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._data_groups is not None and self._next_index >= self._data_groups
 
     @property
     def _next_index(self) -> int:

@@ -57,10 +57,12 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`after_round`, where it is set, is called after each round of ready callbacks: everything waits at an await."""
+    """`after_round`, where it is set, is called after each round of ready callbacks: everything waits at an await.
+    `before_time_passes` is called where the next round is one that a timer starts: nothing more happens until then."""
 
     def __init__(self) -> None:
         self.after_round: Callable[[], None] | None = None
+        self.before_time_passes: Callable[[], None] | None = None
         self._now = 0.0
         self._tasks_made = 0
         self._rounds_at_this_time = 0
@@ -87,6 +89,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             waiting = ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self)))
             raise Stuck(f"nothing can happen any more; waiting: {waiting or 'no task'}")
         if timeout > 0:
+            if self.before_time_passes is not None:
+                self.before_time_passes()
             self._rounds_at_this_time = 0
             self.advance(timeout)
             return

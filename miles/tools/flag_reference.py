@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from miles.backends.sglang_utils.flags import router_flags, server_flags
 from miles.utils.arguments import flag_modules
 from miles.utils.flag_parser import FlagParser
-from miles.utils.refused_flags import REFUSED_FLAGS
+from miles.utils.refused_flags import REFUSED_FAMILIES, REFUSED_FLAGS
 from miles.utils.refused_values import REFUSED_VALUES
 
 if TYPE_CHECKING:
@@ -130,6 +130,9 @@ def _refused() -> Iterator[str]:
     for refusal in REFUSED_FLAGS:
         names = ", ".join(f"`{refused.flag}`" for refused in refusal.flags)
         yield f"| {names} | {_cell(refusal.reason)} | {_cell(refusal.instead)} |"
+    for prefix, answer in REFUSED_FAMILIES.items():
+        reason, _, instead = answer.partition(". Instead: ")
+        yield f"| `{prefix}*` | {_cell(reason)} | {_cell(instead.removesuffix('.'))} |"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,8 +4,8 @@
       latest_checkpointed_iteration.txt   the rollout id of the newest set; written after the rename
       iter_0000042/                       a set: complete, or refused as a whole
         state.json                        rollout id, weight version, lineage, ...; size and digest of every other file
-        config.json, model.safetensors    the trainer's part (`miles.backends.megatron_utils.checkpoint`) ...
-        optimizer.safetensors, rng.safetensors
+        config.json, model*.safetensors   the trainer's part (`miles.backends.megatron_utils.checkpoint`) ...
+        optimizer*.safetensors, rng.safetensors
         rollout/state.json                the rollout side's part (`miles.ray.rollout.rollout_state`)
       .rollout-0000043-<pid>.json         the rollout side's part of a set that is being written
       .part-iter_0000043-<pid>/           a set that is being written
@@ -23,9 +23,12 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.utils.file_errors import named_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +117,10 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     return record
 
 
-def write_record(part: Path, record: dict[str, Any]) -> None:
-    """Write `state.json` of a set whose other files are all there."""
-    record = {"format": FORMAT, **record, "files": _describe_files(part)}
+def write_record(part: Path, record: dict[str, Any], known: Mapping[str, dict[str, Any]] | None = None) -> None:
+    """Write `state.json` of a set whose other files are all there. `known`: size and digest of files by name, which
+    need not be read again."""
+    record = {"format": FORMAT, **record, "files": _describe_files(part, known or {})}
     with named_errors(part / STATE_FILE):
         (part / STATE_FILE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -161,11 +165,13 @@ def rollout_part(checkpoint: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def _describe_files(part: Path) -> dict[str, dict[str, Any]]:
-    files = sorted(path for path in part.rglob("*") if path.is_file())
-    return {
-        path.relative_to(part).as_posix(): {"bytes": path.stat().st_size, "blake2b": _digest(path)} for path in files
-    }
+def _describe_files(part: Path, known: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    names = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())
+    return {name: known.get(name) or _describe(part / name) for name in names}
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "blake2b": _digest(path)}
 
 
 def _digest(path: Path) -> str:

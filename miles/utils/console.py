@@ -69,7 +69,7 @@ class StepConsole:
             )
 
     def note(self, text: str) -> None:
-        """A line between the steps."""
+        """A line that belongs to no step."""
         self._write(text)
 
     def step(self, rollout_id: int, metrics: Mapping[str, float]) -> None:

@@ -23,6 +23,8 @@ class FlagParser(argparse.ArgumentParser):
         """Flags that plug-ins declared, which may replace ones that miles knows but refuses."""
         self.refused_flags: frozenset[str] = frozenset()
         """Flags that are known but not available: nobody is pointed to them."""
+        self.refused_families: dict[str, str] = {}
+        """What such flags begin with that are refused without a list of them -> why, and what to do instead."""
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage of several hundred flags and exiting."""
@@ -97,6 +99,10 @@ class FlagParser(argparse.ArgumentParser):
             if not word.startswith("--"):
                 continue
             name = word.split("=", 1)[0]
+            family = next((prefix for prefix in self.refused_families if name.startswith(prefix)), None)
+            if family is not None:
+                lines.append(f"{name} is not available: {self.refused_families[family]}")
+                continue
             close = self.close_matches(name)
             hint = f"did you mean {' or '.join(close)}?" if close else "see --help for the flags that exist"
             lines.append(f"unknown flag {name}; {hint}")

@@ -57,6 +57,29 @@ def intersection(first: Iterable[Interval], second: Iterable[Interval]) -> list[
     return result
 
 
+def difference(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
+    """The moments of the first union that do not lie in the second, as disjoint intervals in order.
+
+    >>> difference([(0, 5)], [(1, 2), (4, 6)])
+    [(0, 1), (2, 4)]
+    """
+    result: list[Interval] = []
+    holes = merged(second)
+    i = 0
+    for start, end in merged(first):
+        while i < len(holes) and holes[i][1] <= start:
+            i += 1
+        at, j = start, i
+        while j < len(holes) and holes[j][0] < end:
+            if at < holes[j][0]:
+                result.append((at, holes[j][0]))
+            at = max(at, holes[j][1])
+            j += 1
+        if at < end:
+            result.append((at, end))
+    return result
+
+
 def overlap(first: Iterable[Interval], second: Iterable[Interval]) -> float:
     """Seconds during which both are active."""
     return total(intersection(first, second))

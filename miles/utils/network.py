@@ -33,19 +33,24 @@ def is_port_available(port: int, host: str = "127.0.0.1") -> bool:
         return True
 
 
-def find_available_port(base_port: int = 0, host: str = "127.0.0.1") -> int:
-    """A port that is free at this moment: any (`base_port` 0), or the first one from `base_port` on.
+def find_available_port(base_port: int = 0, host: str = "127.0.0.1", *, consecutive: int = 1) -> int:
+    """A port that is free at this moment, like the `consecutive - 1` after it: any (`base_port` 0), or the first one
+    from `base_port` on.
 
     "Any" is a random one below the range that the system hands out to connections by itself, so that hardly anything
     can take it between this look and its use. Raises RuntimeError where none is left.
     """
+
+    def is_free(port: int) -> bool:
+        return all(is_port_available(port + i, host) for i in range(consecutive))
+
     if base_port == 0:
         for port in SystemRandom().sample(_UNASSIGNED_PORTS, k=1000):
-            if is_port_available(port, host):
+            if is_free(port):
                 return port
         raise RuntimeError(f"no port of 1000 from {_UNASSIGNED_PORTS} is free on {host}")
     for port in range(base_port, 65536):
-        if is_port_available(port, host):
+        if is_free(port):
             return port
     raise RuntimeError(f"no port from {base_port} to 65535 is free on {host}")
 
@@ -82,6 +87,16 @@ def _wrap_ipv6(host: str) -> str:
         return f"[{ipaddress.IPv6Address(host)}]"
     except ValueError:
         return host
+
+
+def url_host(host: str) -> str:
+    """`host` as it stands in a URL."""
+    return _wrap_ipv6(host)
+
+
+def engine_url(address: str) -> str:
+    """The URL of a server at `address`: host:port, with or without http:// in front."""
+    return address.rstrip("/") if "://" in address else f"http://{address.rstrip('/')}"
 
 
 def router_worker_base_urls(workers: Mapping[str, Any] | Iterable[str | Mapping[str, Any]]) -> list[str]:

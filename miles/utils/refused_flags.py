@@ -100,20 +100,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "mixture-of-experts models are not available",
-        "a dense model (Qwen3, Qwen2, Llama)",
+        "the trainer routes tokens to experts itself; what the engine chose is not replayed",
+        "drop the flag",
         (
-            value("--num-experts", kind=int),
-            value("--moe-router-topk", kind=int),
-            value("--moe-layer-freq"),
-            value("--moe-ffn-hidden-size", kind=int),
-            switch("--moe-grouped-gemm"),
-            value("--moe-aux-loss-coeff", 0.0),
-            value("--moe-router-score-function"),
-            value("--moe-router-dtype"),
-            value("--moe-router-load-balancing-type"),
-            value("--moe-shared-expert-intermediate-size", kind=int),
-            switch("--moe-router-pre-softmax"),
             switch("--use-routing-replay"),
             switch("--use-rollout-routing-replay"),
             switch("--use-indexer-replay"),
@@ -122,7 +111,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "the model is built from config.json for dense Qwen3, Qwen2 and Llama; other layers are not available",
+        "the model is built from config.json for Qwen3 (dense, experts), Qwen2 and Llama; there are no other layers",
         "drop the flag",
         (
             values("--spec"),
@@ -138,16 +127,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "every data-parallel rank keeps the whole optimizer state",
-        "drop the flag; results are the same",
-        (switch("--use-distributed-optimizer"),),
-    ),
-    Refusal(
-        "the model is not split over ranks",
-        "drop the flag; --actor-num-gpus-per-node sets the number of data-parallel ranks",
+        "there is one way to split sequences and samples over ranks",
+        "drop the flag",
         (
-            value("--decoder-first-pipeline-num-layers", kind=int),
-            value("--decoder-last-pipeline-num-layers", kind=int),
             switch("--allgather-cp"),
             switch("--indep-dp"),
         ),
@@ -178,10 +160,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "weights travel by broadcast only",
-        "--update-weight-transfer-mode broadcast (the default)",
+        "weights travel by broadcast, or as whole files that engines read where they were written",
+        "--update-weight-transfer-mode broadcast (the default), or disk-delta with --update-weight-disk-dir",
         (
-            value("--update-weight-disk-dir"),
             value("--update-weight-local-checkpoint-dir"),
             value("--update-weight-delta-encoding", "xor"),
             value("--update-weight-delta-checksum", "xxh3-128"),
@@ -191,11 +172,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "every run starts its own engines and places them itself",
-        "--rollout-num-gpus; an existing router can be used with --sglang-router-ip and --sglang-router-port",
+        "Ray places the run's processes, and all engines are alike",
+        "--rollout-num-gpus, --rollout-num-gpus-per-engine and the --sglang-* flags",
         (
-            switch("--rollout-external"),
-            values("--rollout-external-engine-addrs"),
             switch("--pin-rollout-manager-to-head"),
             value("--sglang-config"),
         ),
@@ -218,7 +197,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "miles sets this for each server itself",
+        "miles sets this for each server itself (models with code of their own are never trusted)",
         "--hf-checkpoint, --rollout-seed, --rollout-num-gpus-per-engine and --sglang-router-ip/-port",
         tuple(
             values(f"--sglang-{name}")
@@ -287,10 +266,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "checkpoints are written at once, and all of them are kept",
+        "all checkpoints are kept",
         "--save with --save-interval; delete old sets outside the run",
         (
-            switch("--async-save"),
             value("--save-retain-interval", kind=int),
             value("--ref-ckpt-step", kind=int),
         ),
@@ -423,6 +401,13 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ),
     ),
 )
+
+
+REFUSED_FAMILIES = {
+    "--eval-sglang-": "engines that only evaluate (--eval-num-gpus) are started with the flags of the engines that "
+    "generate. Instead: set --sglang-*, which holds for both.",
+}
+"""What flags begin with that name an endless list -> why they are refused, and what to do instead."""
 
 
 def add_flags(parser: ArgumentParser, taken: frozenset[str] = frozenset()) -> None:

@@ -14,15 +14,7 @@ def _only(*allowed: Any) -> Callable[[Any], bool]:
     return lambda given: given in allowed
 
 
-_NOT_SPLIT = "the trainer does not split a model over ranks yet"
-_USE_DATA_PARALLEL = "1; --actor-num-gpus-per-node sets the number of data-parallel ranks"
 REFUSED_VALUES: tuple[RefusedValue, ...] = (
-    RefusedValue(
-        "--rollout-engine",
-        _only(None, "embedded"),
-        "SGLang servers are not available in this release",
-        "--rollout-engine embedded",
-    ),
     RefusedValue("--train-backend", _only("megatron"), "FSDP is not available", "--train-backend megatron"),
     RefusedValue(
         "--advantage-estimator",
@@ -30,13 +22,12 @@ REFUSED_VALUES: tuple[RefusedValue, ...] = (
         "it needs a critic, and there is none",
         "grpo, gspo, reinforce_plus_plus or reinforce_plus_plus_baseline",
     ),
-    RefusedValue("--tensor-model-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--pipeline-model-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--context-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--expert-model-parallel-size", _only(1), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--expert-tensor-parallel-size", _only(1, None), _NOT_SPLIT, _USE_DATA_PARALLEL),
-    RefusedValue("--actor-num-nodes", _only(1), "training on several nodes is not available yet", "1"),
-    RefusedValue("--update-weight-transfer-mode", _only("broadcast"), "weights travel by broadcast only", "broadcast"),
+    RefusedValue(
+        "--update-weight-transfer-mode",
+        _only("broadcast", "disk-delta"),
+        "weights are not written into an engine's memory",
+        "broadcast or disk-delta",
+    ),
     RefusedValue("--qkv-format", _only("thd"), "micro batches are packed without padding", "thd"),
     RefusedValue("--megatron-to-hf-mode", _only("raw"), "megatron-bridge is not used", "raw"),
     RefusedValue(

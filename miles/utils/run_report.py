@@ -41,7 +41,9 @@ Row = dict[str, Any]
 Lanes = dict[str, list["Interval"]]
 
 _DROPPED = re.compile(r"^rollout/dynamic_filter/drop_(.+)$")
+_PREFIX = "rollout/fully_async/"
 _RECYCLED = re.compile(r"^rollout/fully_async/(\w+)_groups_recycled$")
+_WASTED = re.compile(r"^rollout/fully_async/tokens_wasted_(\w+)$")
 
 
 def write_report(run_dir: str | Path) -> dict[str, Any]:
@@ -128,6 +130,8 @@ def summarize(rows: Sequence[Row], lanes: Lanes) -> dict[str, Any]:
         "time": time_summary(steps, lanes),
         "staleness": staleness_summary(steps),
         "groups": group_summary(steps),
+        "tokens": token_summary(steps),
+        "idle": idle_summary(steps),
         "bottleneck": bottleneck_summary(steps),
         "logprob_abs_diff_max": max(column(steps, "train/train_rollout_logprob_abs_diff"), default=None),
     }
@@ -179,10 +183,12 @@ def steps_trained(row: Row) -> float:
 def time_summary(steps: Sequence[Row], lanes: Lanes) -> dict[str, Any]:
     """How long each part was active over the training loop, and how much of it at once.
 
-    The loop lasts from the first wait for a batch to the end of the last step; start-up, shutdown and evaluations
+    Generation is active while a request is in flight and the engines are not paused by a weight update. The loop lasts
+    from the first wait for a batch to the end of the last step; start-up, shutdown and evaluations
     outside it do not count.
     """
     window = loop_window(lanes)
+    lanes = {**lanes, "generation": generating(lanes)}
     inside = {lane: intervals.intersection(spans, [window]) for lane, spans in lanes.items()} if window else {}
     generation, training = inside.get("generation", []), inside.get("training", [])
     loop_seconds = window[1] - window[0] if window else None
@@ -201,6 +207,11 @@ def time_summary(steps: Sequence[Row], lanes: Lanes) -> dict[str, Any]:
         "trainer_waited": waited,
         "trainer_waited_share": waited / loop_seconds if loop_seconds else None,
     }
+
+
+def generating(lanes: Lanes) -> list[Interval]:
+    """When engines wrote tokens: requests were in flight, and no weight update had paused the engines."""
+    return intervals.difference(lanes.get("generation", []), lanes.get("pause", []))
 
 
 def loop_window(lanes: Lanes) -> Interval | None:
@@ -232,6 +243,21 @@ def group_summary(steps: Sequence[Row]) -> dict[str, Any]:
         "dropped": sums_by_reason(steps, _DROPPED),
         "trimmed_samples": int(sum(column(steps, "rollout/trimmed_samples"))),
     }
+
+
+def token_summary(steps: Sequence[Row]) -> dict[str, Any]:
+    """Response tokens that were generated and trained on, and those thrown away, by reason."""
+    return {
+        "generated": int(sum(column(steps, f"{_PREFIX}tokens_generated"))),
+        "trained": int(sum(column(steps, f"{_PREFIX}tokens_trained"))),
+        "wasted": sums_by_reason(steps, _WASTED),
+    }
+
+
+def idle_summary(steps: Sequence[Row]) -> dict[str, float | None]:
+    """The shares of the steps' time in which either side was idle; None unless fully async. Long steps weigh more."""
+    whole = combined(steps)
+    return {side: whole.get(f"{_PREFIX}{side}_idle_fraction") for side in ("generation", "train")}
 
 
 def bottleneck_summary(steps: Sequence[Row]) -> str | None:
@@ -280,6 +306,8 @@ def format_summary(summary: dict[str, Any]) -> str:
             ("staleness", f"mean {staleness['mean']:.2f}, max {staleness['max']:.0f} weight versions (trained groups)")
         )
     lines.append(("groups", _groups_text(summary["groups"])))
+    if summary["tokens"]["generated"]:
+        lines.append(("tokens", _tokens_text(summary["tokens"])))
     if summary.get("bottleneck"):
         lines.append(("bottleneck", summary["bottleneck"]))
     if summary.get("run_dir"):
@@ -297,6 +325,13 @@ def _groups_text(groups: dict[str, Any]) -> str:
     if groups["trimmed_samples"]:
         parts.append(f"{groups['trimmed_samples']} samples trimmed")
     return ", ".join(parts)
+
+
+def _tokens_text(tokens: dict[str, Any]) -> str:
+    wasted = sum(tokens["wasted"].values())
+    detail = ", ".join(f"{reason} {count}" for reason, count in tokens["wasted"].items())
+    text = f"{tokens['generated']} generated, {tokens['trained']} trained, {wasted} thrown away"
+    return text + (f" ({detail})" if detail else "")
 
 
 def _number(value: float | None) -> str:

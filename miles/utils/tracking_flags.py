@@ -39,8 +39,9 @@ def add_flags(parser: ArgumentParser) -> None:
         "--trace-max-events",
         type=int,
         default=DEFAULT_MAX_EVENTS,
-        help="Most events of prompt groups, and of everything else, in trace.json of the run directory, the timeline "
-        "for https://ui.perfetto.dev; about 150 bytes each, six a group. 0: no such file.",
+        help="Most events of prompt groups, of samples, and of everything else, in trace.json of the run directory, "
+        "the timeline for https://ui.perfetto.dev; about 150 bytes each, nine a group and two a sample. 0: no such "
+        "file.",
     )
     run.add_argument(
         "--check-config",

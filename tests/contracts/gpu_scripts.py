@@ -103,12 +103,13 @@ class Shims:
         return Command(call["argv"][1:], call["environment"], call["cwd"])
 
 
-def check(command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Verdict:
-    """What train_async.py would say to this command on a machine with CUDA devices and SGLang."""
+def check(
+    command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, has_gpus: bool = True
+) -> Verdict:
+    """What train_async.py would say to this command on a machine that has SGLang, and CUDA devices or none."""
     assert Path(command.argv[0]).name == "train_async.py", command.argv
     argv = command.argv[1:]
-    monkeypatch.setattr(arguments, "cuda_device_present", lambda: True)
-    monkeypatch.setattr(arguments, "sglang_installed", lambda: True)
+    pretend(monkeypatch, has_gpus=has_gpus)
     name = arguments.EXPERIMENTAL_ROLLOUT_ENV
     monkeypatch.setenv(name, command.environment.get(name, ""))
     given, _, _ = arguments.build_parser(argv=argv).read(argv)
@@ -122,6 +123,17 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         except ValueError as error:
             return Verdict(not_yet=not_yet, mistakes=[line for line in str(error).splitlines() if line not in not_yet])
     return Verdict(args, not_yet, warnings=[record.getMessage() for record in caplog.records])
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpus: bool) -> None:
+    """Let every module that asks what the machine has believe in SGLang, and in GPUs or not."""
+    answers = {"cuda_device_present": lambda: has_gpus, "sglang_installed": lambda: True}
+    arguments.flag_modules()  # loads those that ask
+    for name, module in list(sys.modules.items()):
+        if name.startswith("miles.") and name != "miles.utils.memory.check":  # that one asks a real GPU for its memory
+            for function, answer in answers.items():
+                if hasattr(module, function):
+                    monkeypatch.setattr(module, function, answer)
 
 
 def open_refusals(args: Namespace) -> list[str]:

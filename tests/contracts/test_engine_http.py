@@ -1,11 +1,14 @@
 """The HTTP contract that every rollout engine keeps, checked over a real server process.
 
-Parametrised over engines: the embedded one always; another one is a further entry of ENGINES, skipped where it is not
-installed. This process plays the trainer: it is rank 0 of the weight group.
+Parametrised over engines: the embedded one, and real SGLang where MILES_CONTRACT_ENGINES names it, a list with commas
+(tests/run_sglang.sh does). What only the embedded engine promises takes the fixture `embedded`; each such test says
+what SGLang does instead. This process plays the trainer: it is rank 0 of the weight group.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -16,6 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from miles.ray.rollout.router import HEALTH_CHECK_ENDPOINT, RouterClient, router_command
 from miles.utils.checksum import tensor_checksum
 from miles.utils.process_group import destroy_process_group, init_process_group
 from tests.fast.backends.embedded_engine.tiny import (
@@ -35,11 +40,13 @@ from tests.fast.backends.embedded_engine.tiny import (
     random_weights,
     write_model,
 )
+from tests.sglang.server import SELECTED as SGLANG_SELECTED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-pytestmark = pytest.mark.timeout(120)
+# The first test with SGLang waits for its start.
+pytestmark = pytest.mark.timeout(400 if SGLANG_SELECTED else 120)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = char_ids("52914>")
@@ -53,7 +60,7 @@ def embedded_command(model: Path, port: int) -> list[str]:
     ]
 
 
-ENGINES: dict[str, Callable[[Path, int], list[str]]] = {"embedded": embedded_command}
+SELECTED = os.environ.get("MILES_CONTRACT_ENGINES", "embedded").split(",")
 
 
 @dataclass
@@ -63,6 +70,7 @@ class Engine:
     url: str
     process: subprocess.Popen[bytes]
     model: Path
+    kind: str = "embedded"
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
 
     def call(self, path: str, body: Any = None, *, method: str | None = None) -> tuple[int, Any]:
@@ -144,14 +152,18 @@ def _answers(engine: Engine) -> bool:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("contract-model"))
+def model(contract_model: Path) -> Path:
+    return contract_model
 
 
-@pytest.fixture(scope="session", params=list(ENGINES))
+@pytest.fixture(scope="session", params=SELECTED)
 def shared_engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if request.param == "sglang":
+        server = request.getfixturevalue("sglang_server")
+        yield Engine(server.url, server.process, model, "sglang")
+        return
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    with running(ENGINES[request.param](model, free_port()), model, log) as engine:
+    with running(embedded_command(model, free_port()), model, log) as engine:
         yield engine
 
 
@@ -161,6 +173,14 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
     yield shared_engine
     shared_engine.ok("/abort_request", {"abort_all": True})
     shared_engine.ok("/continue_generation", {})
+
+
+@pytest.fixture
+def embedded(engine: Engine) -> Engine:
+    """The engine, where it is the embedded one: for what SGLang does otherwise."""
+    if engine.kind != "embedded":
+        pytest.skip("only the embedded engine promises this")
+    return engine
 
 
 @pytest.fixture(scope="session")
@@ -222,9 +242,10 @@ def test_what_cannot_be_served_is_400_and_the_server_lives_on(engine: Engine, bo
     assert len(engine.generate(1)["output_ids"]) == 1
 
 
-def test_a_token_id_outside_the_vocabulary_is_400(engine: Engine) -> None:
-    assert engine.call("/generate", {"input_ids": [100000]})[0] == 400
-    assert engine.call("/health")[0] == 200
+def test_a_token_id_outside_the_vocabulary_is_400(embedded: Engine) -> None:
+    """It ends a whole SGLang server: miles checks ids before it sends them."""
+    assert embedded.call("/generate", {"input_ids": [100000]})[0] == 400
+    assert embedded.call("/health")[0] == 200
 
 
 def long_request(engine: Engine, rid: str) -> Any:
@@ -237,9 +258,14 @@ def long_request(engine: Engine, rid: str) -> Any:
 
     future = engine.pool.submit(run)
     started.wait()
-    while engine.call("/server_info")[1]["internal_states"][0]["num_running_reqs"] == 0:
+    while num_running(engine) == 0:
         time.sleep(0.005)
     return future
+
+
+def num_running(engine: Engine) -> int:
+    """Requests that the engine computes, as it last said."""
+    return sum(load["num_running_reqs"] for load in engine.call("/v1/loads")[1]["loads"])
 
 
 def test_abort_answers_200_with_partial_tokens(engine: Engine) -> None:
@@ -266,15 +292,23 @@ def test_pause_and_continue(engine: Engine, mode: str) -> None:
     assert answer["meta_info"]["num_retractions"] == (1 if mode == "retract" else 0)
 
 
-def test_health_answers_while_paused(engine: Engine) -> None:
-    engine.ok("/pause_generation", {})
+def test_health_answers_while_paused(embedded: Engine) -> None:
+    """SGLang says 503 after 20 s."""
+    embedded.ok("/pause_generation", {})
     start = time.monotonic()
-    assert engine.call("/health")[0] == 200
+    assert embedded.call("/health")[0] == 200
     assert time.monotonic() - start < 5
 
 
-@contextmanager
-def weight_group(engine: Engine, name: str) -> Iterator[Any]:
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_what_the_router_asks_is_answered_at_once_while_paused(engine: Engine, mode: str) -> None:
+    engine.ok("/pause_generation", {"mode": mode})
+    start = time.monotonic()
+    assert engine.call(HEALTH_CHECK_ENDPOINT)[0] == 200
+    assert time.monotonic() - start < 2
+
+
+def join_weight_group(engine: Engine, name: str) -> Any:
     """The group of this process (rank 0) and the engine."""
     port = free_port()
     body = {
@@ -295,12 +329,18 @@ def weight_group(engine: Engine, name: str) -> Iterator[Any]:
         timeout_secs=30,
     )
     assert joining.result()[0] == 200
+    return group
+
+
+@contextmanager
+def weight_group(engine: Engine, name: str) -> Iterator[Any]:
+    """`join_weight_group`, and leaving it on both sides."""
+    group = join_weight_group(engine, name)
     try:
         yield group
     finally:
         destroying = engine.pool.submit(engine.call, "/destroy_weights_update_group", {"group_name": name})
-        if dist.distributed_c10d._world.pg_map.get(group) is not None:
-            destroy_process_group(group)
+        destroy_process_group(group)
         destroying.result()
 
 
@@ -326,25 +366,28 @@ def send_bucket(
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-def test_weights_from_distributed_appear_whole_with_the_last_bucket(
-    engine: Engine, model: Path, module: Any, load_format: str | None
-) -> None:
+def test_weights_from_distributed(engine: Engine, model: Path, module: Any, load_format: str | None) -> None:
+    """The embedded engine stages the buckets, so that weights and version change with the last one; SGLang loads each
+    bucket when it comes, which nobody sees where generation is paused."""
     name = f"wg-{load_format}"
-    weights = random_weights(module, seed=11)
+    weights = random_weights(module, seed=11 if load_format is None else 14)
     names = list(weights)
     before_version, before = engine.version(), engine.checksums()
     with weight_group(engine, name) as group:
         future = long_request(engine, name)
         engine.ok("/begin_weight_update", {})
         for half in (names[: len(names) // 2], names[len(names) // 2 :]):
-            assert (engine.version(), engine.checksums()) == (before_version, before)
+            if engine.kind == "embedded":
+                assert (engine.version(), engine.checksums()) == (before_version, before)
             status, content = send_bucket(
                 engine, group, name, {n: weights[n] for n in half}, f"dist-{load_format}", load_format
             )
             assert (status, content["success"]) == (200, True), content
         engine.ok("/end_weight_update", {})
     assert engine.version() == f"dist-{load_format}"
-    assert engine.checksums() == {n: tensor_checksum(t) for n, t in weights.items()}
+    assert engine.checksums() != before
+    if engine.kind == "embedded":
+        assert engine.checksums() == {n: tensor_checksum(t) for n, t in weights.items()}
     answer = engine.generate(10)
     expected = full_forward_logprobs(hugging_face(model, weights), PROMPT, answer["output_ids"])
     assert logprobs(answer) == pytest.approx(expected, abs=1e-5)
@@ -352,26 +395,31 @@ def test_weights_from_distributed_appear_whole_with_the_last_bucket(
     assert versions in ([before_version], [before_version, f"dist-{load_format}"])
 
 
-def test_a_bucket_that_breaks_off_leaves_the_old_weights(engine: Engine, module: Any) -> None:
+def test_a_bucket_that_breaks_off_is_400_and_the_server_lives_on(engine: Engine, module: Any) -> None:
+    """The embedded engine goes on with the old weights; SGLang has what came before, and needs another update."""
     weights = random_weights(module, seed=12)
     first, second = list(weights)[:2]
     before = (engine.version(), engine.checksums())
-    with weight_group(engine, "breaks") as group:
-        engine.ok("/begin_weight_update", {})
-        assert send_bucket(engine, group, "breaks", {first: weights[first]}, "broken", None)[0] == 200
-        body = {
-            "names": [second],
-            "dtypes": ["float32"],
-            "shapes": [list(weights[second].shape)],
-            "group_name": "breaks",
-            "weight_version": "broken",
-        }
-        answer = engine.pool.submit(engine.call, "/update_weights_from_distributed", body)
-        destroy_process_group(group)  # the trainer dies before it sends anything
-        status, content = answer.result()
-        assert (status, content["success"]) == (400, False)
-        assert engine.call("/end_weight_update", {})[0] == 400
-    assert (engine.version(), engine.checksums()) == before
+    group = join_weight_group(engine, "breaks")
+    engine.ok("/begin_weight_update", {})
+    assert send_bucket(engine, group, "breaks", {first: weights[first]}, "broken", None)[0] == 200
+    body = {
+        "names": [second],
+        "dtypes": ["float32"],
+        "shapes": [list(weights[second].shape)],
+        "group_name": "breaks",
+        "weight_version": "broken",
+    }
+    answer = engine.pool.submit(engine.call, "/update_weights_from_distributed", body)
+    destroy_process_group(group)
+    del group  # the connections end with the object, or with the trainer's process
+    gc.collect()
+    status, content = answer.result()
+    assert (status, content["success"]) == (400, False)
+    assert engine.call("/end_weight_update", {})[0] == (400 if engine.kind == "embedded" else 200)
+    assert engine.call("/destroy_weights_update_group", {"group_name": "breaks"})[0] in (200, 400)
+    if engine.kind == "embedded":
+        assert (engine.version(), engine.checksums()) == before
     assert len(engine.generate(3)["output_ids"]) == 3
     engine.ok("/begin_weight_update", {})
     engine.ok("/end_weight_update", {})
@@ -383,12 +431,12 @@ def test_a_bucket_that_breaks_off_leaves_the_old_weights(engine: Engine, module:
     [("bfloat16", torch.float32), ("float16", torch.float64), ("float32", torch.float64), ("float32", torch.bfloat16)],
 )
 def test_a_bucket_of_another_size_than_announced_is_400_and_the_server_lives_on(
-    engine: Engine, module: Any, load_format: str | None, announced: str, sent: torch.dtype
+    embedded: Engine, module: Any, load_format: str | None, announced: str, sent: torch.dtype
 ) -> None:
     name, weight = next(iter(random_weights(module, seed=13).items()))
-    before = (engine.version(), engine.checksums())
-    with weight_group(engine, "sizes") as group:
-        engine.ok("/begin_weight_update", {})
+    before = (embedded.version(), embedded.checksums())
+    with weight_group(embedded, "sizes") as group:
+        embedded.ok("/begin_weight_update", {})
         body = {
             "names": [name],
             "dtypes": [announced],
@@ -396,43 +444,43 @@ def test_a_bucket_of_another_size_than_announced_is_400_and_the_server_lives_on(
             "group_name": "sizes",
             "load_format": load_format,
         }
-        answer = engine.pool.submit(engine.call, "/update_weights_from_distributed", body)
+        answer = embedded.pool.submit(embedded.call, "/update_weights_from_distributed", body)
         dist.broadcast(weight.to(sent).contiguous(), group_src=0, group=group)
         status, content = answer.result()
         assert status == 400
         assert "bytes were sent" in content["message"]
-        assert engine.call("/end_weight_update", {})[0] == 400
-    assert (engine.version(), engine.checksums()) == before
+        assert embedded.call("/end_weight_update", {})[0] == 400
+    assert (embedded.version(), embedded.checksums()) == before
 
 
-def test_what_no_weight_can_be_is_refused_before_it_is_received(engine: Engine, module: Any) -> None:
+def test_what_no_weight_can_be_is_refused_before_it_is_received(embedded: Engine, module: Any) -> None:
     name, weight = next(iter(random_weights(module, seed=13).items()))
     body = {"names": [name], "dtypes": ["float32"], "shapes": [list(weight.shape)], "group_name": "refused"}
-    with weight_group(engine, "refused"):
-        engine.ok("/begin_weight_update", {})
+    with weight_group(embedded, "refused"):
+        embedded.ok("/begin_weight_update", {})
         for dtype in ("bool", "int64", "complex64", "float64"):
-            status, content = engine.call("/update_weights_from_distributed", body | {"dtypes": [dtype]})
+            status, content = embedded.call("/update_weights_from_distributed", body | {"dtypes": [dtype]})
             assert status == 400
             assert f"dtypes must be float16, bfloat16, float32, got '{dtype}'" in content["message"]
         twice = {key: body[key] * 2 for key in ("names", "dtypes", "shapes")}
         for load_format in (None, "flattened_bucket"):
-            status, content = engine.call(
+            status, content = embedded.call(
                 "/update_weights_from_distributed", body | twice | {"load_format": load_format}
             )
             assert status == 400
             assert f"these occur more than once: {name}" in content["message"]
-        engine.ok("/end_weight_update", {})
+        embedded.ok("/end_weight_update", {})
 
 
-def test_weights_from_disk_are_refused_within_an_update(engine: Engine, model: Path, tmp_path: Path) -> None:
+def test_weights_from_disk_are_refused_within_an_update(embedded: Engine, model: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", seed=4)
-    before = (engine.version(), engine.checksums())
-    engine.ok("/begin_weight_update", {})
-    status, content = engine.call("/update_weights_from_disk", {"model_path": str(other), "weight_version": "8"})
-    engine.ok("/end_weight_update", {})
+    before = (embedded.version(), embedded.checksums())
+    embedded.ok("/begin_weight_update", {})
+    status, content = embedded.call("/update_weights_from_disk", {"model_path": str(other), "weight_version": "8"})
+    embedded.ok("/end_weight_update", {})
     assert (status, content["success"]) == (400, False)
     assert "must not run between begin_weight_update() and end_weight_update()" in content["message"]
-    assert (engine.version(), engine.checksums()) == before
+    assert (embedded.version(), embedded.checksums()) == before
 
 
 def test_weight_calls_out_of_order_are_400(engine: Engine) -> None:
@@ -480,7 +528,8 @@ def test_generate_through_the_router(engine: Engine, tmp_path: Path) -> None:
     ]
     params = {
         "max_new_tokens": 6,
-        "temperature": 0.9,
+        # SGLang heeds a seed only with --enable-deterministic-inference.
+        "temperature": 0.9 if engine.kind == "embedded" else 0.0,
         "top_p": 0.95,
         "top_k": -1,
         "stop": ["never"],
@@ -498,8 +547,34 @@ def test_generate_through_the_router(engine: Engine, tmp_path: Path) -> None:
         assert routed["output_ids"] == direct["output_ids"]
         assert logprobs(routed) == pytest.approx(logprobs(direct), abs=1e-5)
         assert routed["meta_info"]["id"] == "routed"
-        assert router.call("/generate", {"input_ids": [100000]})[0] == 400
+        if engine.kind == "embedded":
+            assert router.call("/generate", {"input_ids": [100000]})[0] == 400
         assert router.call("/get_model_info") == engine.call("/model_info")
+
+
+def test_the_router_does_not_take_out_a_paused_engine(engine: Engine, tmp_path: Path) -> None:
+    """The run's own router, which looks every second here and gives up at the first failure."""
+    flags = {"check_interval_secs": 1, "check_timeout_secs": 1, "failure_threshold": 1, "success_threshold": 1}
+    args = Namespace(
+        router_prometheus_port=None,
+        sglang_router_request_timeout_secs=60,
+        sglang_router_policy=None,
+        **{f"router_health_{name}": value for name, value in flags.items()},
+    )
+    command = router_command(args, "127.0.0.1", free_port())
+    with running(command, engine.model, tmp_path / "router.log") as router:
+        asyncio.run(RouterClient(router.url).add_engines([engine.url]))
+        engine.ok("/pause_generation", {"mode": "retract"})
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            (worker,) = router.call("/workers")[1]["workers"]
+            assert worker["is_healthy"]
+            time.sleep(0.2)
+        waiting = engine.pool.submit(router.generate, 2)
+        engine.ok("/continue_generation", {})
+        assert len(waiting.result()["output_ids"]) == 2
+        asyncio.run(RouterClient(router.url).remove_engines([engine.url]))
+        assert router.call("/generate", {"input_ids": PROMPT})[0] == 503
 
 
 def test_information(engine: Engine) -> None:
@@ -518,7 +593,7 @@ def test_sigterm_ends_a_busy_process_within_two_seconds(model: Path, tmp_path: P
             "/init_weights_update_group",
             {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2},
         )
-        while engine.call("/server_info")[1]["internal_states"][0]["num_running_reqs"] == 0:
+        while num_running(engine) == 0:
             time.sleep(0.01)
         engine.process.send_signal(signal.SIGTERM)
         start = time.monotonic()

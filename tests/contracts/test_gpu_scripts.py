@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from examples.fully_async.run_qwen3_30b_a3b_fully_async import Launch, parse
 from miles.backends.megatron_utils import flags as trainer_flags
+from miles.tools.memory import estimate
 from miles.utils.arguments import check_runtime_env
 from tests.contracts.gpu_scripts import ROOT, Command, Shims, Verdict, check, make_checkpoint, make_math_data
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.e2e.megatron.fully_async_run import H100, flags, write_arithmetic
 
 EXAMPLES = ROOT / "examples" / "fully_async"
 VARIABLE = "MILES_EXPERIMENTAL_ROLLOUT_REFACTOR"
@@ -44,7 +43,7 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def verdict_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    return lambda command: check(command, monkeypatch, caplog)
+    return lambda command, has_gpus=True: check(command, monkeypatch, caplog, has_gpus=has_gpus)
 
 
 def assert_nothing_is_wrong(verdict: Verdict) -> None:
@@ -56,6 +55,11 @@ def assert_nothing_is_wrong(verdict: Verdict) -> None:
 def hints_at_a_later_release(line: str) -> bool:
     """A flag of the trainer that will have an effect once its row in `NO_EFFECT` is gone."""
     return line.partition(" ")[0][2:].replace("-", "_") in trainer_flags.NO_EFFECT
+
+
+def assert_it_fits(command: Command) -> None:
+    """Trainer and engines are expected to fit GPUs of 80 GB."""
+    assert estimate([*command.argv[1:], "--gpu-memory-gib", "80"]).problems() == []
 
 
 def value_of(command: Command, flag: str) -> str:
@@ -71,6 +75,7 @@ def test_the_one_node_script(tmp_path: Path, shims: Shims, places: dict[str, str
     assert "--dynamic-sampling-filter-path" in command.argv
     assert int(value_of(command, "--actor-num-gpus-per-node")) + int(value_of(command, "--rollout-num-gpus")) == 8
     assert_nothing_is_wrong(verdict_on(command))
+    assert_it_fits(command)
 
 
 def test_its_further_arguments_come_last(tmp_path: Path, shims: Shims, places: dict[str, str]) -> None:
@@ -98,6 +103,7 @@ def test_the_python_launcher(shims: Shims, places: dict[str, str], verdict_on) -
     assert command.environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
     assert command.argv[-2:] == ["--seed", "7"]
     assert_nothing_is_wrong(verdict_on(command))
+    assert_it_fits(command)
 
 
 def test_the_python_launcher_can_only_show_the_command(
@@ -140,10 +146,28 @@ def test_the_multi_node_job(shims: Shims, places: dict[str, str], verdict_on) ->
     assert not print_only and further == ["--seed", "7"]
     command = Command(launch.command(further)[1:], env_vars | launch.environment(), str(ROOT))
     assert value_of(command, "--actor-num-nodes") == "2" and value_of(command, "--rollout-num-gpus") == "16"
+    assert_it_fits(command)
     verdict = verdict_on(command)
     assert_nothing_is_wrong(verdict)
     if verdict.args is not None:
         check_runtime_env(verdict.args, env_vars)
+
+
+def test_a_head_node_without_gpus_can_drive_it(places: dict[str, str], verdict_on) -> None:
+    launch = Launch(model=places["MODEL"], data=places["DATA"], out=places["OUT"])
+    command = Command(launch.command([])[1:], launch.environment(), str(ROOT))
+    verdict = verdict_on(command, has_gpus=False)
+    assert verdict.mistakes == []
+    assert verdict.args is not None or verdict.not_yet
+
+
+def test_the_run_of_the_8_gpu_test(tmp_path: Path, places: dict[str, str], verdict_on) -> None:
+    prompts = write_arithmetic(tmp_path / "prompts.jsonl", count=64, as_messages=True)
+    words = flags(H100, checkpoint=Path(places["MODEL"]), prompts=prompts, runs_dir=tmp_path / "runs")
+    assert H100.trainers + H100.rollout_gpus == 8
+    command = Command(["train_async.py", *words], {VARIABLE: "1"}, str(ROOT))
+    assert_nothing_is_wrong(verdict_on(command))
+    assert_it_fits(command)
 
 
 def test_a_mistake_in_a_script_is_found(places: dict[str, str], verdict_on) -> None:

@@ -33,8 +33,9 @@ SEEDS_APART = 1_000_000_007
 class Answer:
     """What one /generate call waits for: its sequences, by index."""
 
-    def __init__(self, body: GenerateBody, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, body: GenerateBody, tokenizer: Tokenizer | None, engine_url: str | None = None) -> None:
         self.body = body
+        self._engine_url = engine_url
         self._tokenizer = tokenizer
         self._unfinished = len(body.requests)
         self._final: list[Event | None] = [None] * len(body.requests)
@@ -89,8 +90,8 @@ class Answer:
 
     def _sequence(self, event: Event) -> dict[str, Any]:
         if event.finished:
-            return sequence_json(event, final_text(event.request, self._tokenizer))
-        return sequence_json(event, self._partial_text(event))
+            return sequence_json(event, final_text(event.request, self._tokenizer), self._engine_url)
+        return sequence_json(event, self._partial_text(event), self._engine_url)
 
     def _partial_text(self, event: Event) -> str:
         if self._tokenizer is None:
@@ -105,7 +106,8 @@ class Answer:
 class Frontend:
     """The registry of all requests between arrival and answer."""
 
-    def __init__(self, *, max_requests: int, random_seed: int | None) -> None:
+    def __init__(self, *, max_requests: int, random_seed: int | None, engine_url: str | None = None) -> None:
+        self._engine_url = engine_url
         self._max_requests = max_requests
         self._loop = asyncio.get_running_loop()
         self._active: dict[str, Request] = {}
@@ -134,7 +136,7 @@ class Frontend:
         for request in requests:
             if request.rid in self._active:
                 raise RequestError(f"Duplicate request ID detected: {request.rid}")
-        answer = Answer(body, tokenizer)
+        answer = Answer(body, tokenizer, self._engine_url)
         for request in requests:
             request.owner = answer
             self._active[request.rid] = request

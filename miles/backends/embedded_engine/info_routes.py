@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from miles.backends.embedded_engine.service import EngineService
 
 VERSION = "miles-embedded-engine"
+_PROGRESS_POLL_SECS = 0.01
 
 
 class InfoRoutes:
@@ -36,6 +38,7 @@ class InfoRoutes:
             ("/server_info", self.server_info),
             ("/get_server_info", self.server_info),
             ("/v1/models", self.models),
+            ("/v1/loads", self.loads),
         ):
             app.router.add_get(path, handler)
 
@@ -48,7 +51,8 @@ class InfoRoutes:
         return web.Response(status=200 if self._service.engine.alive and not self._service.paused else 503)
 
     async def health_generate(self, _: web.Request) -> web.Response:
-        """200 once one token was generated; 503 after the health timeout, for instance while paused."""
+        """200 once anything was generated: the token asked for here, or, where it has to wait for its turn, somebody
+        else's. 503 after the health timeout, for instance while paused."""
         service = self._service
         if not service.engine.alive:
             return web.Response(status=503)
@@ -59,13 +63,27 @@ class InfoRoutes:
         try:
             answer = service.frontend.submit(service.engine, parsed, None)
             async with asyncio.timeout(service.config.health_timeout):
-                await answer.json()
+                await self._generated_anything(asyncio.ensure_future(answer.json()))
         except (TimeoutError, Unavailable):
             return web.Response(status=503)
         finally:
             if answer is not None:
                 service.frontend.forget(service.engine, answer)
         return web.Response()
+
+    async def _generated_anything(self, token: asyncio.Future[Any]) -> None:
+        try:
+            steps = await self._steps()
+            while not token.done() and await self._steps() == steps:
+                await asyncio.wait({token}, timeout=_PROGRESS_POLL_SECS)
+            if token.done():
+                token.result()
+        finally:
+            token.cancel()
+            await asyncio.gather(token, return_exceptions=True)
+
+    async def _steps(self) -> int:
+        return await self._service.on_engine(lambda scheduler: scheduler.steps)
 
     async def model_info(self, _: web.Request) -> web.Response:
         loaded = self._service.loaded
@@ -111,6 +129,21 @@ class InfoRoutes:
                 "frontend": "python",
             }
         )
+
+    async def loads(self, _: web.Request) -> web.Response:
+        """What the engine computes and what waits, now."""
+        state = await self._service.on_engine(lambda scheduler: scheduler.info())
+        load = {
+            "timestamp": time.time(),
+            "dp_rank": 0,
+            "num_running_reqs": state["num_running_reqs"],
+            "num_waiting_reqs": state["num_waiting_reqs"],
+            "num_used_tokens": state["kv_cache_tokens"],
+            "max_total_num_tokens": state["max_total_num_tokens"],
+            "max_running_requests": self._service.config.max_running_requests,
+        }
+        now = datetime.now(UTC).isoformat()
+        return _json({"timestamp": now, "version": VERSION, "num_accelerators": 1, "loads": [load]})
 
     async def models(self, _: web.Request) -> web.Response:
         loaded = self._service.loaded

@@ -10,6 +10,7 @@ from miles.backends.embedded_engine.generate_body import ModelLimits
 from miles.backends.embedded_engine.kv_cache import SHORTEST_CLASS, KVCache
 from miles.backends.embedded_engine.memory import default_total_tokens
 from miles.backends.embedded_engine.model import load_model
+from miles.backends.embedded_engine.named_weights import named_weights
 from miles.backends.embedded_engine.request import Request
 from miles.backends.embedded_engine.sampling_params import SamplingParams
 from miles.backends.embedded_engine.scheduler import Scheduler
@@ -50,7 +51,7 @@ def load(config: EngineConfig) -> tuple[Loaded, Scheduler]:
         limits=ModelLimits(info.vocab_size, info.context_length, end_token_ids(config.model_path, tokenizer)),
         tokenizer=tokenizer,
         receiver=WeightReceiver(
-            dict(model.module.named_parameters(remove_duplicate=False)), timeout=config.weight_update_timeout
+            named_weights(model.module, remove_duplicate=False), timeout=config.weight_update_timeout
         ),
         model_path=config.model_path,
         served_model_name=config.served_model_name or config.model_path,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DIRECT_CLASSES = {
     "Qwen3ForCausalLM": "transformers.models.qwen3.modeling_qwen3",
+    "Qwen3MoeForCausalLM": "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "Qwen2ForCausalLM": "transformers.models.qwen2.modeling_qwen2",
     "LlamaForCausalLM": "transformers.models.llama.modeling_llama",
 }

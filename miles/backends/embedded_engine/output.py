@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from miles.backends.embedded_engine.tokenizer import Tokenizer
 
 
-def sequence_json(event: Event, text: str) -> dict[str, Any]:
-    """The answer as of `event`: final, or cumulative while streaming."""
+def sequence_json(event: Event, text: str, engine_url: str | None = None) -> dict[str, Any]:
+    """The answer as of `event`: final, or cumulative while streaming.
+
+    `meta_info.engine_url`, which SGLang does not have, tells who has answered behind a router.
+    """
     request, end = event.request, event.num_tokens
     now = time.time()
     ids = request.output_ids[:end]
@@ -32,6 +35,7 @@ def sequence_json(event: Event, text: str) -> dict[str, Any]:
         "dp_rank": None,
         "e2e_latency": now - request.arrived,
         "response_sent_to_client_ts": now,
+        "engine_url": engine_url,
     }
     if request.return_logprob:
         meta["input_token_logprobs"] = _input_logprobs(request)

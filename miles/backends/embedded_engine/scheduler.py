@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from miles.backends.embedded_engine.named_weights import named_weights, swap_weights
 from miles.backends.embedded_engine.sampler import Sampler
 from miles.backends.embedded_engine.step_plan import plan_step
 
@@ -143,16 +144,14 @@ class Scheduler:
         return True
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: str | None) -> None:
-        """Make `weights` (by parameter name) and `version` the model's, in one step: a swap, nothing is copied."""
-        parameters = dict(self.model.module.named_parameters(remove_duplicate=False))
-        for name, tensor in weights.items():
-            parameters[name].data = tensor
+        """Make `weights` (by name) and `version` the model's, in one step: a swap; only fused experts are copied."""
+        swap_weights(self.model.module, weights)
         if version is not None:
             self.version = version
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The current weights by name; published tensors are never written again, so this is a snapshot."""
-        return {name: parameter.data for name, parameter in self.model.module.named_parameters()}
+        return {name: weight.data for name, weight in named_weights(self.model.module).items()}
 
     def info(self) -> dict[str, Any]:
         return {

@@ -48,7 +48,11 @@ class EngineService:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.started = time.time()
-        self.frontend = Frontend(max_requests=config.max_queued_requests, random_seed=config.random_seed)
+        self.frontend = Frontend(
+            max_requests=config.max_queued_requests,
+            random_seed=config.random_seed,
+            engine_url=f"http://{config.host}:{config.port}",
+        )
         self._loop = asyncio.get_running_loop()
         self._loaded: Loaded | None = None
         self.ended = asyncio.Event()

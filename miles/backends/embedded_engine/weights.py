@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from miles.backends.embedded_engine.errors import ControlError
-from miles.backends.embedded_engine.receive_buffer import ReceiveBuffer
+from miles.backends.embedded_engine.receive_buffer import MemoryPool, ReceiveBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +32,8 @@ SELECTORS = ("target", "draft", "all")
 FLATTENED_BUCKET = "flattened_bucket"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """Types that weights may arrive in, by torch's name; they are cast to the model's."""
+_ALIGNMENT = 16
+"""Bytes: what kernels that load vectors ask for."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class WeightReceiver:
         self._groups: dict[str, ProcessGroup] = {}
         self._backends: dict[str, str] = {}
         self._staged: StagedWeights | None = None
+        self._pool = MemoryPool()
 
     def begin(self, selector: str) -> None:
         if selector not in SELECTORS:
@@ -92,6 +95,7 @@ class WeightReceiver:
         if self._staged is None:
             raise ControlError("end_weight_update() without begin_weight_update()")
         staged, self._staged = self._staged, None
+        self._pool.trim()
         return staged
 
     def init_group(self, *, address: str, port: int, rank: int, world_size: int, name: str, backend: str) -> None:
@@ -203,9 +207,8 @@ class WeightReceiver:
         """One broadcast per tensor, in order."""
         buffers = [self._buffer([spec], group_name) for spec in specs]
         self._broadcast(buffers, group_name)
-        # A copy, which does not keep the buffer with its room to spare alive.
         return {
-            spec.name: buffer.received().clone().view(spec.dtype).view(spec.shape)
+            spec.name: buffer.received().view(spec.dtype).view(spec.shape)
             for spec, buffer in zip(specs, buffers, strict=True)
         }
 
@@ -218,8 +221,10 @@ class WeightReceiver:
         for spec in specs:
             data = flat[offset : offset + spec.nbytes]
             offset += spec.nbytes
-            # A copy, which is aligned for its type, and does not keep the whole bucket alive.
-            tensors[spec.name] = data.clone().view(spec.dtype).view(spec.shape)
+            # Where it was received, unless kernels would have to read it off their boundaries. The bucket's memory is
+            # let go of when the next update replaces the last of its tensors.
+            whole = data if data.data_ptr() % _ALIGNMENT == 0 else data.clone()
+            tensors[spec.name] = whole.view(spec.dtype).view(spec.shape)
         return tensors
 
     def _buffer(self, specs: list[TensorSpec], group_name: str) -> ReceiveBuffer:
@@ -230,6 +235,7 @@ class WeightReceiver:
             sum(spec.nbytes for spec in specs),
             device=self._device if nccl else "cpu",
             roomy=not nccl,
+            pool=self._pool,
         )
 
     def _broadcast(self, buffers: list[ReceiveBuffer], group_name: str) -> None:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+if TYPE_CHECKING:
+    from miles.backends.megatron_utils.context_parallel import ContextShard
 
 _MAX_PADDED_SHARE = 1.5
 """A group's padded size over its tokens; a group that would exceed it is split."""
@@ -47,9 +50,13 @@ class PackedBatchParams(PackedSeqParams):
     """megatron-core's description of a packed batch, with the layout that `PackedAttention` uses."""
 
     layout: AttentionLayout | None = None
+    context: ContextShard | None = None
+    """What of the row this rank has; None: all of it."""
 
 
-def packed_params(cu_seqlens: torch.Tensor, lengths: list[int], *, with_layout: bool) -> PackedBatchParams:
+def packed_params(
+    cu_seqlens: torch.Tensor, lengths: list[int], *, with_layout: bool, context: ContextShard | None = None
+) -> PackedBatchParams:
     """Describe sequences of `lengths` packed one after the other; `cu_seqlens` is [sequences + 1] int32."""
     longest = max(lengths)
     return PackedBatchParams(
@@ -59,6 +66,7 @@ def packed_params(cu_seqlens: torch.Tensor, lengths: list[int], *, with_layout: 
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         layout=plan_layout(lengths, device=cu_seqlens.device) if with_layout else None,
+        context=context,
     )
 
 
@@ -127,7 +135,17 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params is None:
             out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
             return out.permute(2, 0, 1, 3).flatten(2)
-        layout = packed_seq_params.layout  # type: ignore[attr-defined]
+        context = packed_seq_params.context  # type: ignore[attr-defined]
+        if context is None:
+            return self._attend_row(packed_seq_params, query, key, value)
+        # Every rank attends for the whole row: simple and exact, and what a rank saves is all but the attention.
+        heads = [query.shape[1], key.shape[1], value.shape[1]]
+        whole = context.whole(torch.cat([query, key, value], dim=1)).split(heads, dim=1)
+        return self._attend_row(packed_seq_params, *whole).index_select(0, context.positions)
+
+    def _attend_row(self, params: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Returns [T, heads * dim]."""
+        layout = params.layout
         outputs = [self._attend_group(group, query, key, value) for group in layout.groups]
         padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return padded.index_select(0, layout.scatter)

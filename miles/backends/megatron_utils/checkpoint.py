@@ -2,19 +2,21 @@
 
     iter_0000042/
       config.json, tokenizer,           the model under Hugging Face names: transformers, the engines and
-        model.safetensors               `--hf-checkpoint` can load the directory as it is
-      optimizer.safetensors             "<hf name>|exp_avg", ...: moments under Hugging Face names, and float32
+        model*.safetensors, index       `--hf-checkpoint` can load the directory as it is
+      optimizer*.safetensors            "<hf name>|exp_avg", ...: moments under Hugging Face names, and float32
                                         master weights where the model is bf16
       rng.safetensors                   generator states of each rank
       rollout/state.json                the rollout side's part, taken from where it was staged
       state.json                        rollout id, weight version, position in the schedule, scalar optimizer state,
                                         lineage; size and digest of every other file
 
-Rank 0 writes the set, and publishes it: `miles.utils.checkpoint_set` says how sets are named, chosen and checked.
+The ranks write side by side: each parameter is gathered to the first rank that has a shard of it (one rank of each
+pipeline stage, of each expert-parallel rank for experts). Rank 0 publishes the set: `miles.utils.checkpoint_set` says
+how sets are named, chosen and checked.
 
-Why an own format: megatron-core's distributed checkpoints keep metadata and common state as pickles. Tensors under
-Hugging Face names do not depend on how the model was split, because the converter that splits weights also splits
-moments.
+Why an own format: megatron-core's distributed checkpoints keep metadata and common state as pickles. Whole tensors
+under Hugging Face names do not depend on how the model was split, because the converter that splits weights also splits
+moments: a set is loaded into any layout, with or without the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -29,28 +31,28 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import load_file
 
-from miles.backends.megatron_utils import parallel
-from miles.backends.megatron_utils.gather import GatherPlan, collect, gathered_weights
-from miles.backends.megatron_utils.hf_export import publish, write_hf_files
+from miles.backends.megatron_utils.checkpoint_files import assemble, optimizer_files, take_manifests, write_part
+from miles.backends.megatron_utils.gathered_state import GatheredState
+from miles.backends.megatron_utils.hf_export import copy_model_files
 from miles.backends.megatron_utils.optimizer_state import OptimizerState, Scalars
-from miles.backends.megatron_utils.safetensors_io import write_file
+from miles.backends.megatron_utils.safetensors_io import SafetensorsReader, write_file
+from miles.backends.megatron_utils.saving import Saving
 from miles.backends.megatron_utils.weights import load_hf_weights
 from miles.utils import checkpoint_set
 from miles.utils.checkpoint_set import POINTER, verify
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
+    from miles.backends.megatron_utils.gather import GatherPlan
     from miles.backends.megatron_utils.hf_config import HFModelConfig
 
 __all__ = ["POINTER", "Leg", "Progress", "TrainingState", "hf_directory", "load", "load_newest", "save", "verify"]
 
 logger = logging.getLogger(__name__)
 
-_OPTIMIZER = "optimizer.safetensors"
 _RNG = "rng.safetensors"
-_BUCKET_BYTES = 512 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -91,26 +93,38 @@ def save(
     hf: HFModelConfig,
     args: Namespace,
     rollout_state: str | Path | None = None,
-) -> str:
-    """Write the set `iter_<rollout_id>` under `directory`; rank 0 writes, the others wait. Returns its path.
+) -> Saving:
+    """Write the set `iter_<rollout_id>` under `directory`; a collective. Finish what it returns before the next one.
 
+    With `--async-save` only copying the state to the CPU is waited for: the set is written beside the training.
     `rollout_state`: the staged file that becomes the rollout side's part.
     """
-    target = checkpoint_set.set_path(directory, progress.rollout_id)
+    in_background = bool(getattr(args, "async_save", False))
+    saving = Saving(checkpoint_set.set_path(directory, progress.rollout_id), rollout_state)
+    contents = GatheredState(state, hf, with_optimizer=not getattr(args, "no_save_optim", False))
+    record = _record(progress, state, contents.scalars)
     rng = _gather_rng_states()
-    contents = _Contents(state, hf, with_optimizer=not getattr(args, "no_save_optim", False))
-    try:
-        if dist.get_rank() == 0:
-            checkpoint_set.remove_abandoned_parts(directory)
-            with publish(target) as part:
-                if rollout_state is not None:
-                    checkpoint_set.take_rollout_part(rollout_state, part)
-                _write(part, contents, progress, rng, state=state, args=args)
-            checkpoint_set.write_pointer(directory, progress.rollout_id)
-    finally:
-        contents.drain()  # the other ranks send their shards, also where rank 0 has failed
-        parallel.barrier()
-    return str(target)
+    stream = contents.stream()
+    own = [(kind, name, tensor.to("cpu", copy=True)) for kind, name, tensor in stream] if in_background else stream
+    timeout = 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
+
+    def write(part: Path) -> None:
+        try:
+            if dist.get_rank() in state.plan.writers:
+                write_part(part, dist.get_rank(), own)
+        finally:
+            for _ in own:  # what the others write, and the rest of this rank's where it could not write it
+                pass
+
+    def complete(part: Path) -> None:
+        known = assemble(part, take_manifests(part, state.plan.writers, timeout_secs=timeout))
+        kinds = {param.dtype for param in state.plan.params}
+        copy_model_files(Path(args.hf_checkpoint), part, dtypes=kinds)
+        write_file(rng, part / _RNG)
+        checkpoint_set.write_record(part, record, known)
+
+    saving.start(write, complete, in_background=in_background)
+    return saving
 
 
 def load_newest(directory: str | Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress | None:
@@ -149,59 +163,16 @@ def hf_directory(path: str | Path) -> Path:
     return found
 
 
-class _Contents:
-    """The tensors of a set, gathered to rank 0 bucket by bucket; the other ranks take part by draining it."""
-
-    def __init__(self, state: TrainingState, hf: HFModelConfig, *, with_optimizer: bool) -> None:
-        self.weights = self._weights(state, hf)
-        optimizer = OptimizerState(state.optimizer, state.stages, hf)
-        fields = optimizer.fields() if with_optimizer else {}
-        self.scalars = optimizer.scalars() if with_optimizer else {}
-        self.has_optimizer = with_optimizer
-        self.optimizer = self._optimizer(state, optimizer, hf, fields)
-
-    def _weights(self, state: TrainingState, hf: HFModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket in gathered_weights(state.plan, state.stages, hf, _BUCKET_BYTES):
-            yield from bucket
-
-    def _optimizer(
-        self, state: TrainingState, optimizer: OptimizerState, hf: HFModelConfig, fields: dict[str, set[str]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for field, parameters in fields.items():
-            for bucket in state.plan.only(parameters).buckets(_BUCKET_BYTES, torch.float32):
-                wholes = optimizer.wholes(bucket, field)
-                for name, tensor in collect(bucket, wholes, hf, dtype=torch.float32):
-                    yield f"{name}|{field}", tensor
-
-    def drain(self) -> None:
-        """Gather what is left; in the order in which it is written."""
-        for tensors in (self.weights, self.optimizer):
-            for _ in tensors:
-                pass
-
-
-def _write(
-    part: Path,
-    contents: _Contents,
-    progress: Progress,
-    rng: dict[str, torch.Tensor],
-    *,
-    state: TrainingState,
-    args: Namespace,
-) -> None:
-    write_hf_files(part, contents.weights, source=Path(args.hf_checkpoint))
-    write_file(rng, part / _RNG)
-    if contents.has_optimizer:
-        write_file({name: tensor.cpu().contiguous() for name, tensor in contents.optimizer}, part / _OPTIMIZER)
-    record = {
+def _record(progress: Progress, state: TrainingState, scalars: Scalars) -> dict[str, Any]:
+    return {
         "rollout_id": progress.rollout_id,
         "weight_version": progress.weight_version,
         "lineage": [asdict(leg) for leg in progress.lineage],
         "optimizer_steps": state.scheduler.num_steps,
-        "optimizer_scalars": contents.scalars,
+        "optimizer_scalars": scalars,
         "optimizer_group_steps": [_step_of(group) for group in state.optimizer.param_groups],
+        "trainer_ranks": dist.get_world_size(),
     }
-    checkpoint_set.write_record(part, record)
 
 
 def load(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress:
@@ -209,7 +180,7 @@ def load(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Nam
     record = checkpoint_set.read_record(checkpoint)
     load_hf_weights(state.stages, checkpoint, hf)
     state.optimizer.reload_model_params()
-    if (checkpoint / _OPTIMIZER).is_file() and not getattr(args, "reset_optimizer_states", False):
+    if optimizer_files(checkpoint) and not getattr(args, "reset_optimizer_states", False):
         _load_optimizer(checkpoint, state, record["optimizer_scalars"], hf)
         steps = [step for step in record["optimizer_group_steps"] if step is not None]
         for group in state.optimizer.param_groups if steps else ():
@@ -218,7 +189,7 @@ def load(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Nam
         state.scheduler.step(0)
     else:
         logger.warning("checkpoint %s: optimizer and schedule start anew", checkpoint)
-    _restore_rng_state(load_file(checkpoint / _RNG))
+    _restore_rng_state(load_file(checkpoint / _RNG), ranks=record.get("trainer_ranks"))
     logger.info("resumed from %s", checkpoint)
     return Progress(
         rollout_id=int(record["rollout_id"]),
@@ -233,9 +204,9 @@ def _step_of(group: dict[str, Any]) -> int | None:
 
 
 def _load_optimizer(checkpoint: Path, state: TrainingState, scalars: Scalars, hf: HFModelConfig) -> None:
-    saved = load_file(checkpoint / _OPTIMIZER)
-    fields = sorted({key.rpartition("|")[2] for key in saved})
-    OptimizerState(state.optimizer, state.stages, hf).restore(saved.get, fields, scalars)
+    with SafetensorsReader(checkpoint, optimizer_files(checkpoint)) as reader:
+        fields = sorted({key.rpartition("|")[2] for key in reader.names})
+        OptimizerState(state.optimizer, state.stages, hf).restore(reader.get, fields, scalars)
 
 
 # --- random generators -----------------------------------------------------------------------------------------------
@@ -258,8 +229,10 @@ def _gather_rng_states() -> dict[str, torch.Tensor]:
     return {f"{rank}|{name}": tensor for rank, states in enumerate(everyone) for name, tensor in states.items()}
 
 
-def _restore_rng_state(saved: dict[str, torch.Tensor]) -> None:
-    """Restore this rank's generators; a rank that the checkpoint does not know keeps its fresh ones."""
+def _restore_rng_state(saved: dict[str, torch.Tensor], *, ranks: int | None) -> None:
+    """Restore this rank's generators; with another number of ranks than the checkpoint's all keep their fresh ones."""
+    if ranks not in (None, dist.get_world_size()):
+        return
     prefix = f"{dist.get_rank()}|"
     own = {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
     if not own:

@@ -13,12 +13,13 @@ exists, so a GPU run can never be slowed down or altered by it.
     torch.cuda.synchronize(), streams and events             | nothing to do: a CPU works in order
     Tensor.cuda(), Module.cuda()                             | the object itself
     Tensor.type() of a CPU tensor                            | the CUDA name of the same type (asserts compare names)
+    numbers of tokens for experts, copied from the GPU       | the same numbers, which are on the CPU already
 
 How: the modules of megatron-core get a `torch` of their own, a copy of the real module with these few functions
 replaced. The real `torch` keeps all its functions: code of ours that asks for a GPU by mistake fails as it would
 without the shim, and PyTorch's own machinery (`with torch.device(...)`, say) finds what it expects. Only the three
-methods in the last two rows cannot be handed out that way; they look at their caller and change nothing for anyone
-else.
+methods in the two rows before the last cannot be handed out that way; they look at their caller and change nothing for
+anyone else.
 
 It leans on internals of the pinned megatron-core version (see constraints.txt).
 """
@@ -69,6 +70,8 @@ def install_cpu_shim() -> None:
         # megatron-core keeps its own setter of the CUDA generator, which works on CUDA internals.
         mcore_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
         mcore_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+        dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        dispatcher.maybe_move_tensor_to_cpu = _on_host
     _hand_out(_torch_on_cpu())
 
 
@@ -103,6 +106,10 @@ def _torch_on_cpu() -> types.ModuleType:
     for name in _CREATION_FUNCTIONS:
         setattr(replacement, name, _on_cpu(getattr(torch, name)))
     return replacement
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class _Stream:

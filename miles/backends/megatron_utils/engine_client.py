@@ -11,11 +11,13 @@ import json
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+_SIGN_OF_LIFE_SECS = 5.0
 
 
 class WeightUpdateError(RuntimeError):
@@ -139,3 +141,25 @@ def tell_all(
         [spawn(EngineClient(e.url, timeout_secs).request, "POST", endpoint, payload) for e in engines],
         timeout=timeout_secs,
     )
+
+
+def silent_engines(engines: Sequence[EngineClient]) -> list[EngineClient]:
+    """The engines that give no sign of life within seconds; they are asked side by side."""
+
+    def answers(engine: EngineClient) -> bool:
+        try:
+            EngineClient(engine.url, min(_SIGN_OF_LIFE_SECS, engine.timeout_secs)).request("GET", "/model_info")
+        except WeightUpdateError:
+            return False
+        return True
+
+    return [engine for engine, alive in zip(engines, on_all(engines, answers), strict=True) if not alive]
+
+
+def raise_blamed_on(silent: Sequence[EngineClient], error: Exception | None = None) -> NoReturn:
+    """Raise `error` so that it names the silent engines, and not one that failed because of them."""
+    urls = tuple(engine.url for engine in silent)
+    if isinstance(error, WeightUpdateError) and error.engine_url in urls:
+        raise error.naming(urls)
+    seen = f"; seen as: {error}" if error is not None else ""
+    raise WeightUpdateError(urls[0], "/model_info", None, f"no sign of life{seen}").naming(urls) from error

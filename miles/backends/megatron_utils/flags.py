@@ -1,4 +1,4 @@
-"""Flags of the trainer: parallelism, precision, optimizer, learning-rate schedule, checkpoints and hooks."""
+"""Flags of the trainer: precision, optimizer, learning-rate schedule, checkpoints and hooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import string
 from typing import TYPE_CHECKING
 
-from miles.utils.flag_rules import require, require_fraction, require_not_negative, require_positive
+from miles.utils.devices import cuda_device_present
+from miles.utils.flag_rules import flag_name, require, require_fraction, require_not_negative, require_positive
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -20,17 +21,10 @@ PLUGIN_PATHS = (
     "custom_megatron_post_save_hook_path",
 )
 NO_EFFECT = {
-    "sequence_parallel": "it splits activations over tensor-parallel ranks, and there is one",
     "attention_softmax_in_fp32": "the attention kernel computes its softmax in fp32 anyway",
     "attention_backend": "PyTorch's scaled_dot_product_attention chooses its kernel itself",
-    "optimizer_cpu_offload": "optimizer states stay on the trainer's device; offloading only saves memory",
-    "overlap_cpu_optimizer_d2h_h2d": "optimizer states stay on the trainer's device",
-    "use_precision_aware_optimizer": "optimizer states are always fp32",
     "gradient_accumulation_fusion": "this kernel fusion is off already",
     "apply_rope_fusion": "this kernel fusion is off already",
-    "moe_permute_fusion": "dense models have no experts",
-    "moe_token_dispatcher_type": "dense models have no experts",
-    "moe_enable_deepep": "dense models have no experts",
     "make_vocab_size_divisible_by": "the vocabulary keeps the size of the checkpoint",
     "padded_vocab_size": "the vocabulary keeps the size of the checkpoint",
 }
@@ -38,7 +32,7 @@ NO_EFFECT = {
 
 def add_flags(parser: ArgumentParser) -> None:
     """Declare the flags of this module on `parser`."""
-    _add_parallel_flags(parser)
+    _add_backend_flags(parser)
     _add_precision_flags(parser)
     _add_memory_flags(parser)
     _add_optimizer_flags(parser)
@@ -46,28 +40,10 @@ def add_flags(parser: ArgumentParser) -> None:
     _add_hook_flags(parser)
 
 
-def _add_parallel_flags(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("trainer backend and parallelism")
+def _add_backend_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("trainer backend")
     group.add_argument(
         "--train-backend", type=str, default="megatron", choices=["megatron", "fsdp"], help="Training backend."
-    )
-    for size, what in (
-        ("tensor-model", "that share each layer"),
-        ("pipeline-model", "that share the layers among them"),
-        ("context", "that share each sequence"),
-        ("expert-model", "that share the experts"),
-        ("expert-tensor", "that share each expert"),
-    ):
-        default = None if size == "expert-tensor" else 1
-        note = " None: --tensor-model-parallel-size." if default is None else ""
-        group.add_argument(
-            f"--{size}-parallel-size", type=int, default=default, help=f"Number of trainer ranks {what}.{note}"
-        )
-    group.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        default=False,
-        help="Split activations along the sequence over tensor-parallel ranks.",
     )
     group.add_argument(
         "--distributed-backend",
@@ -153,20 +129,18 @@ def _add_memory_flags(parser: ArgumentParser) -> None:
         "--recompute-num-layers", type=int, default=None, help="Layers per recomputed piece. None: none is recomputed."
     )
     for flag, what in (
-        ("--optimizer-cpu-offload", "Keep optimizer states in CPU memory."),
+        (
+            "--optimizer-cpu-offload",
+            "Keep optimizer states and master weights in CPU memory, and update there. Implies "
+            "--use-precision-aware-optimizer.",
+        ),
         ("--overlap-cpu-optimizer-d2h-h2d", "Overlap the copies of an offloaded optimizer with its arithmetic."),
-        ("--use-precision-aware-optimizer", "Choose the precision of each optimizer state."),
-        ("--moe-permute-fusion", "Fuse the permutation of tokens to experts."),
-        ("--moe-enable-deepep", "Dispatch tokens to experts with DeepEP."),
+        (
+            "--use-precision-aware-optimizer",
+            "Let the optimizer itself hold the master weights. Implies --use-distributed-optimizer.",
+        ),
     ):
         group.add_argument(flag, action="store_true", default=False, help=what)
-    group.add_argument(
-        "--moe-token-dispatcher-type",
-        type=str,
-        default="allgather",
-        choices=["allgather", "alltoall", "flex"],
-        help="How tokens reach their experts.",
-    )
     group.add_argument(
         "--no-gradient-accumulation-fusion",
         action="store_false",
@@ -187,6 +161,12 @@ def _add_memory_flags(parser: ArgumentParser) -> None:
 def _add_optimizer_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
     group.add_argument("--optimizer", type=str, default="adam", choices=["adam", "sgd"], help="adam is AdamW.")
+    group.add_argument(
+        "--use-distributed-optimizer",
+        action="store_true",
+        default=False,
+        help="Share the optimizer's state among data-parallel ranks (adam only). Results are the same.",
+    )
     group.add_argument("--lr", type=float, default=1e-06, help="Largest learning rate. 0: weights never change.")
     group.add_argument("--min-lr", type=float, default=0.0, help="Smallest learning rate of the decay.")
     group.add_argument(
@@ -230,6 +210,12 @@ def _add_checkpoint_flags(parser: ArgumentParser) -> None:
     group.add_argument("--save", type=str, default=None, help="Directory for checkpoints. None: none is written.")
     group.add_argument(
         "--save-interval", type=int, default=None, help="Save after every this many rollouts. None: never."
+    )
+    group.add_argument(
+        "--async-save",
+        action="store_true",
+        default=False,
+        help="Write checkpoints beside the training, from a copy of the state in CPU memory.",
     )
     group.add_argument(
         "--save-hf",
@@ -286,9 +272,9 @@ def _add_hook_flags(parser: ArgumentParser) -> None:
 
 
 def resolve(args: Namespace) -> None:
-    """Fill in the defaults that depend on other flags and on the machine."""
-    if args.expert_tensor_parallel_size is None:
-        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+    """Fill in what other flags imply."""
+    args.use_precision_aware_optimizer |= args.optimizer_cpu_offload
+    args.use_distributed_optimizer |= args.use_precision_aware_optimizer
 
 
 def validate(args: Namespace) -> None:
@@ -312,6 +298,18 @@ def validate(args: Namespace) -> None:
         args.transformer_impl != "transformer_engine" or importlib.util.find_spec("transformer_engine") is not None,
         "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed. "
         "Instead: local",
+    )
+    require(
+        not args.use_distributed_optimizer or args.optimizer == "adam",
+        f"--use-distributed-optimizer needs --optimizer adam, got {args.optimizer}",
+    )
+    require(
+        args.bf16 or not args.optimizer_cpu_offload or not cuda_device_present(),
+        "--optimizer-cpu-offload needs --bf16: it keeps fp32 copies of bf16 weights in CPU memory",
+    )
+    require(
+        args.recompute_granularity != "full" or bool(args.recompute_method and args.recompute_num_layers),
+        "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
     )
     _validate_checkpoints(args)
 
@@ -338,3 +336,9 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
     if args.lr_decay_style == "constant" and given & {"min_lr", "lr_decay_iters"}:
         yield "--min-lr and --lr-decay-iters have no effect with --lr-decay-style constant"
+    offload = given & {"optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer"}
+    if offload and not cuda_device_present():
+        flags = ", ".join(sorted(map(flag_name, offload)))
+        yield f"no effect without a GPU, where optimizer states are in CPU memory anyway: {flags}"
+    if args.recompute_granularity != "full" and given & {"recompute_method", "recompute_num_layers"}:
+        yield "--recompute-method and --recompute-num-layers have no effect without --recompute-granularity full"

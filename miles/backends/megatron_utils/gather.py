@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from miles.backends.megatron_utils.hf_config import HFModelConfig
-    from miles.backends.megatron_utils.parallel import ParallelLayout
+    from miles.backends.megatron_utils.layout import ParallelLayout
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -78,6 +78,15 @@ class GatherPlan:
                 for key, (name, spec, shape, dtype) in about.items()
             )
         )
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The ranks among which the whole model is shared out for writing: the first owner of each parameter."""
+        return tuple(sorted({param.owners[0] for param in self.params}))
+
+    def of_writer(self, rank: int) -> GatherPlan:
+        """The parameters that this rank writes."""
+        return GatherPlan(tuple(param for param in self.params if param.owners[0] == rank))
 
     def only(self, names: Collection[str]) -> GatherPlan:
         """The parameters with these first Hugging Face names."""

@@ -112,7 +112,8 @@ def _moe(raw: dict[str, Any], source: str) -> MoEConfig:
         if (raw.get(key) or only) != only:
             raise ValueError(f"{source}: {key} = {raw[key]!r} is not supported; every layer must have experts ({only})")
     moe = MoEConfig(
-        num_experts=_int(raw, "num_experts", source),
+        # transformers 5 writes the second name.
+        num_experts=_int(raw, "num_experts" if "num_experts" in raw else "num_local_experts", source),
         top_k=_int(raw, "num_experts_per_tok", source),
         intermediate_size=_int(raw, "moe_intermediate_size", source),
         renormalize=bool(raw.get("norm_topk_prob", False)),

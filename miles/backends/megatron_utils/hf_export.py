@@ -39,12 +39,17 @@ def write_hf_files(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]],
             yield name, tensor
 
     write_sharded(directory, seen())
+    copy_model_files(source, directory, dtypes=dtypes)
+
+
+def copy_model_files(source: Path, directory: Path, *, dtypes: set[torch.dtype]) -> None:
+    """Config and tokenizer files, with the number format of the weights beside them."""
     for file in source.iterdir():
         if file.is_file() and file.suffix not in _NOT_COPIED and file.name != INDEX_FILE:
             shutil.copyfile(file, directory / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    config["dtype"] = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else "float32"
+    config["dtype"] = str(next(iter(dtypes))).removeprefix("torch.") if len(dtypes) == 1 else "float32"
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -15,10 +15,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.backends.megatron_utils.attention import PackedAttention
 from miles.backends.megatron_utils.converter import Split, padded_vocab_size, param_spec
+from miles.backends.megatron_utils.norm import RMSNorm
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from miles.backends.megatron_utils.hf_config import HFModelConfig
-    from miles.backends.megatron_utils.parallel import ParallelLayout
+    from miles.backends.megatron_utils.layout import ParallelLayout
 
 
 def use_transformer_engine(args: Namespace) -> bool:
@@ -107,9 +109,9 @@ def _moe_fields(hf: HFModelConfig, args: Namespace) -> dict[str, Any]:
     fields: dict[str, Any] = {"moe_token_dispatcher_type": "flex" if dispatcher == "flex" else "alltoall"}
     if hf.moe is None:
         return fields
-    if not hasattr(
-        moe_utils, "te_general_gemm"
-    ):  # megatron-core's router asks for it, but only Transformer Engine has it
+    if dispatcher == "flex" and not torch.cuda.is_available():
+        raise ValueError("--moe-token-dispatcher-type flex needs GPUs. Instead: alltoall")
+    if not hasattr(moe_utils, "te_general_gemm"):  # the router asks for it, but only Transformer Engine has it
         moe_utils.te_general_gemm = None
     return fields | {
         "num_moe_experts": hf.moe.num_experts,
@@ -126,15 +128,22 @@ def _moe_fields(hf: HFModelConfig, args: Namespace) -> dict[str, Any]:
     }
 
 
-def layer_spec(hf: HFModelConfig, args: Namespace) -> ModuleSpec:
+def model_spec(
+    hf: HFModelConfig, args: Namespace, config: TransformerConfig, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of one pipeline stage."""
     num_experts = hf.moe.num_experts if hf.moe else None
     if use_transformer_engine(args):
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts, moe_grouped_gemm=num_experts is not None, qk_layernorm=hf.qk_norm
         )
-    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=hf.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return spec
+    layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=hf.qk_norm, normalization="RMSNorm")
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if hf.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm)
 
 
 def build_model(hf: HFModelConfig, args: Namespace, layout: ParallelLayout) -> list[torch.nn.Module]:
@@ -151,7 +160,7 @@ def _build_stage(
         warnings.simplefilter("ignore")  # megatron-core warns about how its own modules call each other
         model: Any = GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(hf, args),
+            transformer_layer_spec=model_spec(hf, args, config, vp_stage),
             vocab_size=padded_vocab_size(hf.vocab_size, layout.tensor),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from miles.backends.megatron_utils.hf_config import HFModelConfig
@@ -26,6 +28,10 @@ _NUMBERS = (
     ("norm_epsilon", float, "Epsilon of the norms."),
     ("rotary_base", float, "Base period of the rotary embedding."),
     ("rotary_percent", float, "Share of a head that is rotated."),
+    ("num_experts", int, "Number of experts in a layer; 0: the layers are dense."),
+    ("moe_router_topk", int, "Experts that a token goes through."),
+    ("moe_ffn_hidden_size", int, "Width of an expert."),
+    ("moe_shared_expert_intermediate_size", int, "Width of the expert that all tokens go through; 0: there is none."),
 )
 _SWITCHES = (
     ("group_query_attention", "Heads share keys and values."),
@@ -35,6 +41,7 @@ _SWITCHES = (
     ("add_qkv_bias", "Query, key and value projections have a bias."),
     ("qk_layernorm", "Queries and keys are normalised."),
     ("untie_embeddings_and_output_weights", "The output layer has weights of its own."),
+    ("moe_router_pre_softmax", "Experts' weights are parts of the softmax over all experts."),
 )
 NO_EFFECT = {"seq_length": "sequences are packed at their own lengths"}
 
@@ -64,7 +71,28 @@ def add_flags(parser: ArgumentParser) -> None:
         choices=["learned_absolute", "rope", "mrope", "relative", "none"],
         help="Kind of position embedding." + suffix,
     )
+    group.add_argument(
+        "--moe-router-score-function",
+        type=str,
+        default=None,
+        choices=["softmax", "sigmoid"],
+        help="What makes scores of the router's logits." + suffix,
+    )
+    group.add_argument(
+        "--moe-layer-freq",
+        type=_all_layers,
+        default=None,
+        help="Which layers have experts: 1 or [1, 1, ...] or [1]*N, all of them; other patterns are not available. "
+        "None: from config.json.",
+    )
     group.add_argument("--seq-length", type=int, default=None, help="Length that Megatron allocates for. None: unset.")
+
+
+def _all_layers(text: str) -> str:
+    """The argparse type of --moe-layer-freq: a pattern that names every layer."""
+    if not re.fullmatch(r"1|\(?\[1(,1)*\](\*\d+)?\)?", text.replace(" ", "")):
+        raise argparse.ArgumentTypeError(f"must give every layer experts (1, or [1]*N), got {text!r}")
+    return text
 
 
 def read_hf_config(directory: str) -> HFModelConfig:
@@ -116,6 +144,12 @@ def shape_of(hf: HFModelConfig) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not hf.tie_word_embeddings,
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
+        "num_experts": hf.moe.num_experts if hf.moe else 0,
+        "moe_router_topk": hf.moe.top_k if hf.moe else 0,
+        "moe_ffn_hidden_size": hf.moe.intermediate_size if hf.moe else 0,
+        "moe_shared_expert_intermediate_size": 0,
+        "moe_router_pre_softmax": bool(hf.moe and not hf.moe.renormalize),
+        "moe_router_score_function": "softmax",
     }
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def wrap_data_parallel(stages: Sequence[torch.nn.Module], args: Namespace) -> list[torch.nn.Module]:
+def wrap_data_parallel(stages: Sequence[torch.nn.Module], args: Namespace) -> list[DistributedDataParallel]:
     """Gradients accumulate in one flat buffer a stage over micro-batches and are reduced once, behind the last."""
     config = get_model_config(stages[0])
     ddp_config = DistributedDataParallelConfig(
@@ -68,10 +68,24 @@ def build_optimizer(stages: Sequence[torch.nn.Module], args: Namespace) -> Megat
         bf16=bool(getattr(args, "bf16", False)),
         params_dtype=torch.bfloat16 if getattr(args, "bf16", False) else torch.float32,
         use_distributed_optimizer=distributed,
+        **_memory_options(args),
     )
     optimizer = get_megatron_optimizer(config, list(stages), use_gloo_process_groups=False)
     get_model_config(stages[0]).grad_scale_func = optimizer.scale_loss if config.bf16 else None
     return optimizer
+
+
+def _memory_options(args: Namespace) -> dict[str, Any]:
+    """Where the optimizer's state lies. Without a GPU all of it is in CPU memory anyway."""
+    if not torch.cuda.is_available():
+        return {}
+    offload = bool(getattr(args, "optimizer_cpu_offload", False))
+    return {
+        "optimizer_cpu_offload": offload,
+        "optimizer_offload_fraction": 1.0 if offload else 0.0,
+        "overlap_cpu_optimizer_d2h_h2d": bool(getattr(args, "overlap_cpu_optimizer_d2h_h2d", False)),
+        "use_precision_aware_optimizer": bool(getattr(args, "use_precision_aware_optimizer", False)),
+    }
 
 
 def optimizer_step(optimizer: MegatronOptimizer, *, check_for_nan: bool) -> tuple[bool, float]:
@@ -94,7 +108,14 @@ def optimizer_step(optimizer: MegatronOptimizer, *, check_for_nan: bool) -> tupl
     if found_inf:
         return False, grad_norm
     if grad_norm > optimizer.config.clip_grad:
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm)
+        for inner in optimizer.chained_optimizers:  # experts have one of their own
+            if not inner.is_stub_optimizer and inner.get_parameters():
+                clip_grad_by_total_norm_fp32(
+                    inner.get_parameters(),
+                    inner.config.clip_grad,
+                    grad_norm,
+                    use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
     return bool(optimizer.step_with_ready_grads()), grad_norm
 
 

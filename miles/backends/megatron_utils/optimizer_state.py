@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from miles.backends.megatron_utils.converter import shard
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MASTER = "master"
 """The field of float32 master weights; the other fields are the torch optimizer's."""
+_MASTER_IN_STATE = "master_param"
 Scalars = dict[str, dict[str, float]]
 """{field of the torch optimizer's state: {first Hugging Face name of the parameter: value}}"""
 
@@ -46,6 +48,8 @@ class OptimizedParam:
     """Where in the flattened parameter `optimized` begins."""
     data_group: dist.ProcessGroup | None
     """The ranks that share the parameter's state among them; None: this rank has all of it."""
+    holds_master: bool = False
+    """The optimizer itself holds the float32 master weights, in its state (precision-aware, or in CPU memory)."""
 
     @property
     def fields(self) -> dict[str, torch.Tensor]:
@@ -54,7 +58,7 @@ class OptimizedParam:
             return {}
         state = self.optimizer.state.get(self.optimized, {})
         tensors = {
-            name: value.detach().view(-1)
+            MASTER if name == _MASTER_IN_STATE else name: value.detach().view(-1)
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.numel() == self.optimized.numel() and value.dim() > 0
         }
@@ -97,7 +101,9 @@ class OptimizedParam:
         entry: dict[str, Any] = {name: torch.tensor(value) for name, value in scalars.items()}
         for field, whole in wholes.items():
             part = whole.reshape(-1)[self.start : self.start + self.optimized.numel()].view(self.optimized.shape)
-            if field == MASTER:
+            if field == MASTER and self.holds_master:
+                entry[_MASTER_IN_STATE] = part.to(self.optimized.device, torch.float32, copy=True)
+            elif field == MASTER:
                 self.optimized.detach().copy_(part)
             else:
                 entry[field] = part.to(self.optimized.device, copy=True)
@@ -110,9 +116,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: Any, stages: Sequence[torch.nn.Module], hf: HFModelConfig) -> None:
         self._hf = hf
-        self._inner = [
-            inner for inner in optimizer.chained_optimizers if not getattr(inner, "is_stub_optimizer", False)
-        ]
+        self._inner = [inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
         places = _places(self._inner)
         # The copy of a tied embedding is optimized like the embedding itself; on load it gets the same state.
         self.params = [
@@ -163,6 +167,9 @@ class OptimizerState:
                         spec, tensors, self._hf, rank=param.local.tensor_rank, size=param.local.tensor_size
                     )
             param.restore(wholes, _scalars_of(param.local, scalars))
+        for inner in self._inner:
+            if isinstance(inner.optimizer, HybridDeviceOptimizer) and inner.optimizer.state:
+                inner.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 def _scalars_of(local: LocalParam, scalars: Scalars) -> dict[str, float]:
@@ -175,7 +182,7 @@ def _scalars_of(local: LocalParam, scalars: Scalars) -> dict[str, float]:
     return found
 
 
-Place = tuple[torch.optim.Optimizer, torch.Tensor | None, int, "dist.ProcessGroup | None"]
+Place = tuple[torch.optim.Optimizer, torch.Tensor | None, int, "dist.ProcessGroup | None", bool]
 
 
 def _places(inner_optimizers: Sequence[Any]) -> dict[torch.nn.Parameter, Place]:
@@ -192,13 +199,13 @@ def _replicated(inner: Any) -> Iterator[tuple[torch.nn.Parameter, Place]]:
     if hasattr(inner, "float16_groups"):
         for model_group, master_group in zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True):
             for parameter, master in zip(model_group, master_group, strict=True):
-                yield parameter, (inner.optimizer, master, 0, None)
+                yield parameter, (inner.optimizer, master, 0, None, False)
         plain = [parameter for group in inner.fp32_from_fp32_groups for parameter in group]
     else:
         plain = [parameter for group in inner.optimizer.param_groups for parameter in group["params"]]
     for parameter in plain:
         assert id(parameter) in optimized
-        yield parameter, (inner.optimizer, parameter, 0, None)
+        yield parameter, (inner.optimizer, parameter, 0, None, False)
 
 
 def _distributed(inner: Any) -> Iterator[tuple[torch.nn.Parameter, Place]]:
@@ -206,15 +213,17 @@ def _distributed(inner: Any) -> Iterator[tuple[torch.nn.Parameter, Place]]:
     group = inner.data_parallel_group
     for buffer in inner.buffers:
         for parameter in buffer.param_index_map:
-            yield parameter, (inner.optimizer, None, 0, group)
-    for model_groups, shard_groups in (
-        (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
-        (inner.model_fp32_groups, inner.shard_fp32_groups),
+            yield parameter, (inner.optimizer, None, 0, group, False)
+    holds_master = inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    low_precision = inner.shard_float16_groups if holds_master else inner.shard_fp32_from_float16_groups
+    for model_groups, shard_groups, held in (
+        (inner.model_float16_groups, low_precision, holds_master),
+        (inner.model_fp32_groups, inner.shard_fp32_groups, False),
     ):
         for parameters, shards in zip(model_groups, shard_groups, strict=True):
             for parameter, part in zip(parameters, shards, strict=True):
                 start = inner._get_model_param_range_map(parameter)["param"].start
-                yield parameter, (inner.optimizer, part, start, group)
+                yield parameter, (inner.optimizer, part, start, group, held)
 
 
 def _from_all_ranks(value: Any) -> list[Any]:

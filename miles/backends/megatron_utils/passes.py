@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from miles.backends.megatron_utils.parallel import from_last_stage, is_last_stage, object_from_last_stage
 from miles.backends.training_utils.log_probs import VocabularyShard, response_log_probs
@@ -59,6 +60,7 @@ def log_prob_pass(
             batch.samples["response_lengths"],
             temperature=temperature,
             shard=shard,
+            **batch.split,
         )
         return log_probs
 
@@ -90,7 +92,7 @@ def training_pass(
     def loss(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logits, shard = (_vocabulary if whole_logits else _own_vocabulary)(output, vocab_size)
         compute = _loss_with_own_log_probs if reuse_forward else loss_from_logits
-        total, metrics = compute(loss_config, batch.samples, logits, batch.row.tokens, shard=shard)
+        total, metrics = compute(loss_config, batch.samples, logits, batch.row.tokens, shard=shard, **batch.split)
         return total * factor, metrics
 
     for stage in stages:
@@ -109,8 +111,7 @@ def _loss_with_own_log_probs(
     samples: dict[str, Any],
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    *,
-    shard: VocabularyShard | None,
+    **split: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The policy loss where the current log-probabilities are also the ones before the step."""
     log_probs, entropies = response_log_probs(
@@ -120,7 +121,7 @@ def _loss_with_own_log_probs(
         samples["response_lengths"],
         temperature=config.temperature,
         with_entropy=config.needs_entropy,
-        shard=shard,
+        **split,
     )
     samples["log_probs"] = [row.detach() for row in log_probs]
     return policy_loss(config, samples, log_probs, entropies)
@@ -141,7 +142,7 @@ def _own_vocabulary(output: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor
 def _vocabulary(output: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, None]:
     """The logits of the whole vocabulary, [T, V], gathered for a user's loss function."""
     whole = tensor_parallel.gather_from_tensor_model_parallel_region(output)
-    return whole[0, :, :vocab_size], None
+    return whole[0, :, :vocab_size].float(), None
 
 
 # --- the pipeline ----------------------------------------------------------------------------------------------------
@@ -152,9 +153,12 @@ def _run(
 ) -> list[Any]:
     """What `on_logits` returns for each micro-batch, on the last stage; nothing on the others."""
 
+    # bf16 logits are turned into fp32 some rows at a time, where they are used.
+    options = {"fp32_output": False} if get_model_config(stages[0]).bf16 else {}
+
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        output = model(batch.row.tokens, batch.row.position_ids, None, packed_seq_params=batch.params)
+        output = model(*batch.model_inputs, None, packed_seq_params=batch.params, **options)
         return output, partial(on_logits, batch)
 
     results: list[Any] = get_forward_backward_func()(

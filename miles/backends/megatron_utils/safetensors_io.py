@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 class SafetensorsReader:
-    """Reads tensors by name from `model.safetensors`, or from the shards that `model.safetensors.index.json` lists.
+    """Reads tensors by name from `model.safetensors`, or from the shards that `model.safetensors.index.json` lists, or
+    from the `files` that are given.
 
     Use as a context manager. `reader[name]` raises ValueError naming the checkpoint where the tensor is missing.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, files: Iterable[Path] | None = None) -> None:
         self.directory = Path(directory)
-        self._file_of = _locate(self.directory)
+        self._file_of = _locate(self.directory) if files is None else _contents(files)
         self._open: dict[Path, safe_open] = {}
 
     def __enter__(self) -> SafetensorsReader:
@@ -43,6 +44,10 @@ class SafetensorsReader:
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """The tensor, or None where there is none of this name."""
+        return self[name] if name in self._file_of else None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._file_of:
@@ -68,9 +73,15 @@ def _locate(directory: Path) -> dict[str, Path]:
     weight_map = read_index(directory)
     if weight_map is not None:
         return {name: directory / file for name, file in weight_map.items()}
-    single = directory / SINGLE_FILE
-    with _open(single) as handle:
-        return dict.fromkeys(handle.keys(), single)
+    return _contents([directory / SINGLE_FILE])
+
+
+def _contents(files: Iterable[Path]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for path in files:
+        with _open(path) as handle:
+            found |= dict.fromkeys(handle.keys(), path)
+    return found
 
 
 def write_sharded(
@@ -82,7 +93,7 @@ def write_sharded(
     """
     shards: list[list[str]] = []
     total = 0
-    for group in _groups(tensors, max_shard_bytes):
+    for group in groups(tensors, max_shard_bytes):
         write_file({name: t.detach().cpu().contiguous() for name, t in group}, _part(directory, len(shards)))
         shards.append([name for name, _ in group])
         total += sum(t.nbytes for _, t in group)
@@ -111,7 +122,7 @@ def _part(directory: Path, i: int) -> Path:
     return directory / f"part-{i:05d}.safetensors"
 
 
-def _groups(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def groups(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Consecutive tensors grouped so that no group exceeds `max_bytes`, unless one tensor alone does."""
     group: list[tuple[str, torch.Tensor]] = []
     size = 0

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import parallel_state
 
 from miles.backends.megatron_utils.attention import PackedBatchParams, packed_params
+from miles.backends.megatron_utils.context_parallel import context_shard
 from miles.backends.training_utils.packing import PackedBatch, pack
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
+
+    from miles.backends.megatron_utils.layout import ParallelLayout
 
 _PER_TOKEN_FIELDS = (
     "loss_masks",
@@ -79,21 +84,51 @@ class MicroBatch:
 
     samples: dict[str, Any]
     row: PackedBatch
+    """All tokens; with context parallelism this rank's model sees `own` of them."""
     params: PackedBatchParams
+    own: torch.Tensor | None
+    """[T / ranks] int64: the places of this rank's tokens in the row; None: all."""
+
+    @property
+    def model_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and position ids of this rank, [1, T / ranks] each."""
+        if self.own is None:
+            return self.row.tokens, self.row.position_ids
+        return self.row.tokens[:, self.own], self.row.position_ids[:, self.own]
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """How the row is split over context-parallel ranks, for `response_log_probs`."""
+        context = self.params.context
+        if context is None:
+            return {}
+        starts = self.row.cu_seqlens[: len(self.samples["tokens"])].tolist()
+        return {"rows": context.rows(), "starts": starts}
 
 
 def micro_batch(batch: dict[str, Any], indices: Sequence[int], *, pad_multiple: int, with_layout: bool) -> MicroBatch:
-    """Pack the samples at `indices`; `with_layout` prepares the local spec's attention."""
+    """Pack the samples at `indices`; `with_layout` prepares the local spec's attention.
+
+    With context parallelism every sample is padded so that its pieces are equal; no token sees the padding behind it.
+    """
     samples = select(batch, indices)
-    row = pack(samples["tokens"], pad_multiple, device=samples["tokens"][0].device)
+    ranks = parallel_state.get_context_parallel_world_size()
+    tokens = samples["tokens"]
+    if ranks > 1:
+        tokens = [torch.nn.functional.pad(sample, (0, -len(sample) % (2 * ranks))) for sample in tokens]
+    row = pack(tokens, pad_multiple, device=samples["tokens"][0].device)
     lengths = list(row.total_lengths)
     padding = row.tokens.shape[1] - sum(lengths)
     if padding:
         lengths.append(padding)
-    return MicroBatch(samples, row, packed_params(row.cu_seqlens, lengths, with_layout=with_layout))
+    context = context_shard(lengths, row.tokens.device)
+    params = packed_params(row.cu_seqlens, lengths, with_layout=with_layout, context=context)
+    return MicroBatch(samples, row, params, None if context is None else context.positions)
 
 
-def pad_multiple(args: Namespace, *, on_gpu: bool) -> int:
-    """Rows are padded to a multiple of this: `--data-pad-size-multiplier` on a GPU, where kernels want it; 1 on a CPU,
-    where padding is only work."""
-    return (getattr(args, "data_pad_size_multiplier", None) or 128) if on_gpu else 1
+def pad_multiple(args: Namespace, layout: ParallelLayout, *, on_gpu: bool) -> int:
+    """Rows are padded to a multiple of this: `--data-pad-size-multiplier` on a GPU, where kernels want it; on a CPU,
+    where padding is only work, what the ranks that share a row need to get equal parts of it."""
+    kernels = (getattr(args, "data_pad_size_multiplier", None) or 128) if on_gpu else 1
+    context = 2 * layout.context if layout.context > 1 else 1
+    return math.lcm(kernels, context * (layout.tensor if layout.sequence_parallel else 1))

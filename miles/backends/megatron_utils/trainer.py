@@ -29,6 +29,7 @@ if not torch.cuda.is_available():  # before anything of megatron-core is importe
 from miles.backends.megatron_utils import checkpoint, metrics, parallel
 from miles.backends.megatron_utils.gather import GatherPlan, gathered_weights
 from miles.backends.megatron_utils.hf_export import export_hf_checkpoint
+from miles.backends.megatron_utils.layout import ParallelLayout, uneven_pipeline
 from miles.backends.megatron_utils.lockstep import in_lockstep
 from miles.backends.megatron_utils.model import build_model, use_transformer_engine
 from miles.backends.megatron_utils.optimizer import (
@@ -41,7 +42,8 @@ from miles.backends.megatron_utils.optimizer import (
 )
 from miles.backends.megatron_utils.passes import StepScale, log_prob_pass, training_pass
 from miles.backends.megatron_utils.train_data import batch_from_shard, micro_batch, pad_multiple
-from miles.backends.megatron_utils.weight_update import WeightUpdateConfig, WeightUpdater, compare_checksums
+from miles.backends.megatron_utils.updaters import Updater, make_updater
+from miles.backends.megatron_utils.weight_update import WeightUpdateConfig, compare_checksums
 from miles.backends.megatron_utils.weights import load_hf_weights
 from miles.backends.training_utils.advantages import compute_advantages_and_returns
 from miles.backends.training_utils.batching import micro_batch_indices, optimizer_steps
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator, Sequence
 
+    from miles.backends.megatron_utils.saving import Saving
     from miles.backends.megatron_utils.train_data import MicroBatch
     from miles.backends.megatron_utils.wire import Piece
 
@@ -70,8 +73,9 @@ class MegatronTrainer:
         """
         _set_threads()
         self._args = args
-        self._layout = parallel.ParallelLayout.from_args(args, world_size)
+        self._layout = ParallelLayout.from_args(args, world_size)
         self._hf = HFModelConfig.from_dir(args.hf_checkpoint)
+        self._layout.check_model(self._hf, **uneven_pipeline(args))
         self._loss_config = LossConfig.from_args(args)
         self._hooks = _Hooks.from_args(args)
         self._update_config = WeightUpdateConfig.from_args(args)
@@ -84,8 +88,9 @@ class MegatronTrainer:
         self.weight_version = 0
         self._lineage: tuple[checkpoint.Leg, ...] = ()
         self._first_trained: int | None = None
+        self._unfinished: tuple[int, Saving] | None = None
         self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        self._updater: WeightUpdater | None = None
+        self._updater: Updater | None = None
         try:
             self._build()
         except BaseException:
@@ -127,18 +132,20 @@ class MegatronTrainer:
     def save(self, rollout_id: int, rollout_state: str | None = None) -> str:
         """Write a checkpoint set that continues after `rollout_id` under `--save`; returns its directory.
 
-        It appears complete or not at all: written beside, then renamed, then pointed to. `rollout_state` is the staged
-        file that becomes the rollout side's part of the set.
+        It appears complete or not at all: written beside, then renamed, then pointed to; with `--async-save` some time
+        after this has returned (`finish_saving` waits for it). `rollout_state` is the staged file that becomes the
+        rollout side's part of the set.
         """
         directory = getattr(self._args, "save", None)
         if not directory:
             raise ValueError("--save must name a directory to write checkpoints")
+        self.finish_saving()
         own_leg = checkpoint.Leg(
             run=Path(getattr(self._args, "run_dir", None) or "").name,
             first=rollout_id if self._first_trained is None else self._first_trained,
             last=rollout_id,
         )
-        path = checkpoint.save(
+        saving = checkpoint.save(
             directory,
             self._training_state(),
             checkpoint.Progress(rollout_id, self.weight_version, (*self._lineage, own_leg)),
@@ -146,9 +153,19 @@ class MegatronTrainer:
             args=self._args,
             rollout_state=rollout_state,
         )
+        self._unfinished = (rollout_id, saving)
+        if not getattr(self._args, "async_save", False):
+            self.finish_saving()
+        return str(saving.path)
+
+    def finish_saving(self) -> None:
+        """Wait for the set that is being written, if there is one; raises what went wrong with it."""
+        if self._unfinished is None:
+            return
+        (rollout_id, saving), self._unfinished = self._unfinished, None
+        saving.finish()
         if self.is_weight_source:
-            self._hooks.post_save(self._args, rollout_id, path)
-        return path
+            self._hooks.post_save(self._args, rollout_id, str(saving.path))
 
     def export_hf(self, directory: str) -> None:
         """Write config, tokenizer and weights so that `from_pretrained(directory)` loads them."""
@@ -289,6 +306,7 @@ class MegatronTrainer:
         parts = micro_batch_indices(
             self._args,
             lengths,
+            cp_size=self._layout.context,
             multiple_of=self._layout.micro_batch_multiple,
             forward_only=forward_only,
             max_over_dp=parallel.max_over_data_parallel,
@@ -299,7 +317,7 @@ class MegatronTrainer:
             micro_batch(
                 batch,
                 part,
-                pad_multiple=pad_multiple(self._args, on_gpu=on_gpu),
+                pad_multiple=pad_multiple(self._args, self._layout, on_gpu=on_gpu),
                 with_layout=not use_transformer_engine(self._args),
             )
             for part in indices
@@ -340,7 +358,7 @@ class MegatronTrainer:
         if not self.is_weight_source:
             return
         if self._updater is None:
-            self._updater = WeightUpdater(self._update_config)
+            self._updater = make_updater(self._update_config)
         self._updater.connect(engine_urls)
 
     def update_weights(self, *, again: bool = False) -> dict[str, float]:
@@ -369,7 +387,13 @@ class MegatronTrainer:
         return timings or {}
 
     def close(self) -> None:
-        """Leave all groups. Idempotent; bounded even where engines are gone."""
+        """Leave all groups, after the set that is being written. Idempotent; bounded even where engines are gone."""
+        try:
+            self.finish_saving()
+        finally:
+            self._leave_groups()
+
+    def _leave_groups(self) -> None:
         if self._updater is not None:
             self._updater.close()
             self._updater = None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_SECS = 2.0
 _group_numbers = count()
 
 
@@ -77,8 +78,9 @@ class UpdateGroup:
         try:
             *_, group = results([*joins, own])
         except BaseException:
-            store = None  # whoever waits for the others gives up now
-            wait([*joins, own], timeout=2.0)
+            wait([*joins, own], timeout=_CONNECT_SECS)  # who has not connected yet would try to until its own timeout
+            store = None  # whoever waits at it for the others gives up now
+            wait([*joins, own], timeout=_CONNECT_SECS)
             tell_all(_answered(engines, joins), "/destroy_weights_update_group", {"group_name": name})
             raise
         assert store is not None

@@ -27,14 +27,21 @@ import logging
 import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from miles.backends.megatron_utils.engine_client import EngineClient, WeightUpdateError, on_all, results, spawn
+from miles.backends.megatron_utils.engine_client import (
+    EngineClient,
+    on_all,
+    raise_blamed_on,
+    results,
+    silent_engines,
+    spawn,
+)
 from miles.backends.megatron_utils.update_group import UpdateGroup
 from miles.backends.megatron_utils.weight_bracket import PAUSE_MODES, Bracket
-from miles.backends.megatron_utils.wire import WirePacker
+from miles.backends.megatron_utils.wire import LARGE_BYTES, WirePacker
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -43,8 +50,6 @@ if TYPE_CHECKING:
     from miles.backends.megatron_utils.wire import Piece, WireBucket
 
 logger = logging.getLogger(__name__)
-
-_SIGN_OF_LIFE_SECS = 5.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class WeightUpdateConfig:
     buffer_bytes: int
     """Upper bound of one bucket; a larger tensor travels alone."""
     flattened: bool
-    """One broadcast of raw bytes per bucket (three times faster for small tensors) instead of one per tensor."""
+    """One broadcast of raw bytes for the tensors that are packed (three times faster for small ones), or one each."""
     ranks_per_engine: int
     """Processes of one engine that join the group (its tensor-parallel size)."""
     backend: str
@@ -65,6 +70,12 @@ class WeightUpdateConfig:
     flush_timeout_secs: float
     dtype: torch.dtype | None = None
     """The engines' number format, to which weights are cast; None: they keep the trainer's."""
+    loose_from_bytes: int | None = None
+    """Tensors of this size or more are sent from where they are; None: all are packed, as is best on a GPU."""
+    disk_directory: str | None = None
+    """Where weights are written for engines to read, instead of being sent; None: they are sent."""
+    source: str = ""
+    """The checkpoint whose config and tokenizer lie beside weights on disk."""
 
     @staticmethod
     def from_args(args: Namespace) -> WeightUpdateConfig:
@@ -79,10 +90,13 @@ class WeightUpdateConfig:
             buffer_bytes=buffer_bytes,
             flattened=True,
             ranks_per_engine=getattr(args, "rollout_num_gpus_per_engine", None) or 1,
-            backend="nccl" if torch.cuda.is_available() else "gloo",
+            backend=_backend(args),
             timeout_secs=getattr(args, "update_weight_timeout_secs", 120.0),
             flush_timeout_secs=60.0,
             dtype=_engine_dtype(args),
+            loose_from_bytes=None if torch.cuda.is_available() else LARGE_BYTES,
+            disk_directory=_disk_directory(args),
+            source=getattr(args, "hf_checkpoint", None) or "",
         )
 
     @property
@@ -90,12 +104,30 @@ class WeightUpdateConfig:
         """How much the gather yields at a time."""
         return WirePacker.piece_bytes(self.buffer_bytes)
 
+    def packer(self) -> WirePacker:
+        return WirePacker(self.buffer_bytes, dtype=self.dtype, loose_from_bytes=self.loose_from_bytes)
+
+
+def _backend(args: Namespace) -> str:
+    """nccl between GPUs; it refuses two ranks on one, which therefore meet in host memory."""
+    shares_device = bool(getattr(args, "share_one_gpu", False))
+    return "nccl" if torch.cuda.is_available() and not shares_device else "gloo"
+
 
 def _engine_dtype(args: Namespace) -> torch.dtype:
     if getattr(args, "rollout_engine", None) == "embedded":
         dtype: torch.dtype = getattr(torch, getattr(args, "embedded_dtype", None) or "float32")
         return dtype
     return torch.bfloat16 if getattr(args, "bf16", False) else torch.float32
+
+
+def _disk_directory(args: Namespace) -> str | None:
+    if getattr(args, "update_weight_transfer_mode", "broadcast") != "disk-delta":
+        return None
+    directory: str | None = getattr(args, "update_weight_disk_dir", None)
+    if not directory:
+        raise ValueError("--update-weight-transfer-mode disk-delta needs --update-weight-disk-dir")
+    return directory
 
 
 class WeightUpdater:
@@ -123,8 +155,10 @@ class WeightUpdater:
         self.close()
         config = self._config
         self._engines = [EngineClient(url.rstrip("/"), config.timeout_secs) for url in engine_urls]
-        if silent := _silent(self._engines):  # else the others would wait in the group for an engine that never comes
-            _raise_blamed_on(silent)
+        if silent := silent_engines(
+            self._engines
+        ):  # else the others would wait in the group for an engine that never comes
+            raise_blamed_on(silent)
         try:
             self._group = UpdateGroup.form(
                 self._engines,
@@ -133,8 +167,8 @@ class WeightUpdater:
                 timeout_secs=config.timeout_secs,
             )
         except RuntimeError as error:
-            if silent := _silent(self._engines):
-                _raise_blamed_on(silent, error)
+            if silent := silent_engines(self._engines):
+                raise_blamed_on(silent, error)
             raise
 
     def update(self, pieces: Iterable[Piece], version: int) -> dict[str, float]:
@@ -152,20 +186,20 @@ class WeightUpdater:
         sending: Future[None] | None = None
         sent_bytes, transfer_seconds = 0, 0.0
         try:
-            buckets = WirePacker(config.buffer_bytes, dtype=config.dtype).buckets(pieces)
+            buckets = config.packer().buckets(pieces)
             bucket = _next(buckets)
             bracket.open()
             transfer_start = time.perf_counter()
             while bucket is not None:
                 bracket.weights_touched = True
-                sent_bytes += bucket.data.nbytes
+                sent_bytes += bucket.nbytes
                 sending = spawn(self._send, bucket, version)
                 bucket = _next(buckets)
                 sending.result()
             transfer_seconds = time.perf_counter() - transfer_start
             bracket.close()
         except BaseException as error:
-            silent = _silent(self._engines)
+            silent = silent_engines(self._engines)
             answering = [engine for engine in self._engines if engine not in silent]
             bracket.abandon(answering)
             if bracket.weights_touched:
@@ -173,7 +207,7 @@ class WeightUpdater:
             if sending is not None:
                 wait([sending], timeout=2.0)  # leaving the group has ended it
             if silent and isinstance(error, RuntimeError):  # refusals, and failures of the broadcast itself
-                _raise_blamed_on(silent, error)
+                raise_blamed_on(silent, error)
             raise
         seconds = time.perf_counter() - start
         logger.info("the engines have weight version %d after %.3f s", version, seconds)
@@ -195,8 +229,9 @@ class WeightUpdater:
     def _send(self, bucket: WireBucket, version: int) -> None:
         """Announce one bucket to every engine and broadcast it; returns when all have taken it in."""
         assert self._group is not None
-        if bucket.data.is_cuda:
-            torch.cuda.set_device(bucket.data.device)  # this is a thread of its own
+        if bucket.device.type == "cuda":
+            torch.cuda.set_device(bucket.device)  # this is a thread of its own
+        flattened = self._config.flattened and bucket.data is not None
         payload = {
             "names": bucket.names,
             "dtypes": [str(place.dtype).removeprefix("torch.") for place in bucket.places],
@@ -205,11 +240,14 @@ class WeightUpdater:
             "flush_cache": False,
             "abort_all_requests": False,
             "weight_version": str(version),
-            "load_format": "flattened_bucket" if self._config.flattened else None,
+            "load_format": "flattened_bucket" if flattened else None,
         }
         group = self._group
         calls = [spawn(engine.post, "/update_weights_from_distributed", payload) for engine in self._engines]
-        group.broadcast([bucket.data] if self._config.flattened else bucket.tensors())
+        tensors = [bucket.data] if flattened and bucket.data is not None else bucket.tensors()
+        if self._config.backend == "gloo":
+            tensors = [tensor.cpu() for tensor in tensors]  # itself where it is there already
+        group.broadcast(tensors)
         results(calls)
         group.wait_until_sent()
 
@@ -222,31 +260,9 @@ class WeightUpdater:
 def _next(buckets: Any) -> WireBucket | None:
     """The next bucket, with its bytes in place: another thread may send it."""
     bucket: WireBucket | None = next(buckets, None)
-    if bucket is not None and bucket.data.is_cuda:
-        torch.cuda.current_stream(bucket.data.device).synchronize()
+    if bucket is not None and bucket.device.type == "cuda":
+        torch.cuda.current_stream(bucket.device).synchronize()
     return bucket
-
-
-def _silent(engines: Sequence[EngineClient]) -> list[EngineClient]:
-    """The engines that give no sign of life within seconds; side by side."""
-
-    def answers(engine: EngineClient) -> bool:
-        try:
-            EngineClient(engine.url, min(_SIGN_OF_LIFE_SECS, engine.timeout_secs)).request("GET", "/model_info")
-        except WeightUpdateError:
-            return False
-        return True
-
-    return [engine for engine, alive in zip(engines, on_all(engines, answers), strict=True) if not alive]
-
-
-def _raise_blamed_on(silent: Sequence[EngineClient], error: Exception | None = None) -> NoReturn:
-    """Raise `error` so that it names the silent engines, and not one that failed because of them."""
-    urls = tuple(engine.url for engine in silent)
-    if isinstance(error, WeightUpdateError) and error.engine_url in urls:
-        raise error.naming(urls)
-    seen = f"; seen as: {error}" if error is not None else ""
-    raise WeightUpdateError(urls[0], "/model_info", None, f"no sign of life{seen}").naming(urls) from error
 
 
 def engine_checksums(engines: Sequence[EngineClient]) -> list[dict[str, str]]:

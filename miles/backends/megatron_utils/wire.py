@@ -1,11 +1,16 @@
-"""Weights on their way out: small gathered pieces become large flat buckets, while the bucket before is being sent.
+"""Weights on their way out: small gathered pieces become large buckets, while the bucket before is being sent.
 
     gather -> piece, piece, ... --copied and cast--> buffer A | buffer B --> bucket, to be sent as one run of bytes
-    (1/16 of max_bytes)                              (7/16 of max_bytes each, used in turn)
+    (1/16 of max_bytes)     |                        (used in turn)
+                            +---large, on a CPU--> as they are ----------> bucket, to be sent one by one
 
-Memory beside the model: two buffers and the piece at hand. A piece is one tensor where that is larger, at most a bucket
-of `max_bytes`: together under two buckets. A tensor that is larger than a buffer travels alone, in its own memory; only
-one that is larger than `max_bytes` takes more, and then less than twice its own size.
+On a GPU copying is nearly free, and one run of bytes travels fastest. On a CPU copying costs as much as sending: there
+large tensors that are contiguous and of the right type are sent from where they are.
+
+Memory beside the model is under two buckets of `max_bytes`: a buffer has 7/16 of it, which makes 14/16 and the piece at
+hand. With tensors as they are, buckets have 3/16: at most two buffers, one bucket that is sent and one that is being
+collected, 12/16, and the piece. A piece is one tensor where that is larger, at most a bucket. A tensor that is larger
+than a buffer travels alone, with nothing collected beside it; one larger than `max_bytes` counts as a bucket itself.
 """
 
 from __future__ import annotations
@@ -24,7 +29,9 @@ Piece = list[NamedTensor]
 """What one step of a gather yields: names and full tensors. It is emptied by whoever takes it."""
 
 _PIECES_PER_BUCKET = 16
-_BUFFER_SHARE = 7 / 16
+_SHARE, _SHARE_WITH_LOOSE = 7 / 16, 3 / 16
+LARGE_BYTES = 1024**2
+"""From here on a broadcast of its own is as fast as a share of a larger one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class TensorPlace:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the start of the bucket."""
+    """Bytes from the start of the bucket's run of bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -44,33 +51,52 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class WireBucket:
-    """Tensors whose bytes lie behind each other. Its memory is used again for the bucket after the next one."""
+    """Tensors that travel together. Its memory is used again for the bucket after the next one."""
 
     places: tuple[TensorPlace, ...]
-    data: torch.Tensor
-    """[bytes] uint8."""
+    data: torch.Tensor | None = None
+    """[bytes] uint8, all tensors behind each other; None where they travel as they are."""
+    loose: tuple[torch.Tensor, ...] = ()
 
     @property
     def names(self) -> list[str]:
         return [place.name for place in self.places]
 
-    def tensors(self) -> list[torch.Tensor]:
-        """One view for each tensor; of bytes where it does not lie on a boundary of its type."""
-        return [self._view(place) for place in self.places]
+    @property
+    def nbytes(self) -> int:
+        return sum(place.nbytes for place in self.places)
 
-    def _view(self, place: TensorPlace) -> torch.Tensor:
-        data = self.data[place.offset : place.offset + place.nbytes]
+    @property
+    def device(self) -> torch.device:
+        return self.tensors()[0].device
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Each tensor; as bytes where it does not lie on a boundary of its type."""
+        if self.data is None:
+            return list(self.loose)
+        return [self._view(self.data, place) for place in self.places]
+
+    @staticmethod
+    def _view(data: torch.Tensor, place: TensorPlace) -> torch.Tensor:
+        own = data[place.offset : place.offset + place.nbytes]
         aligned = place.offset % place.dtype.itemsize == 0
-        return data.view(place.dtype).view(place.shape) if aligned else data
+        return own.view(place.dtype).view(place.shape) if aligned else own
 
 
 class WirePacker:
     """Packs pieces into buckets; a tensor of any size is at most a bucket of its own."""
 
-    def __init__(self, max_bytes: int, *, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: what weights are cast to, the engines' number format; None: they keep their own."""
-        self._capacity = max(1, int(max_bytes * _BUFFER_SHARE))
+    def __init__(
+        self, max_bytes: int, *, dtype: torch.dtype | None = None, loose_from_bytes: int | None = None
+    ) -> None:
+        """`dtype`: what weights are cast to, the engines' number format; None: they keep their own.
+
+        `loose_from_bytes`: tensors of this size or more travel as they are; None: every tensor is packed.
+        """
+        share = _SHARE if loose_from_bytes is None else _SHARE_WITH_LOOSE
+        self._capacity = max(1, int(max_bytes * share))
         self._dtype = dtype
+        self._loose_from_bytes = loose_from_bytes
         self._lent: list[torch.Tensor] = []
 
     @staticmethod
@@ -81,24 +107,40 @@ class WirePacker:
     def buckets(self, pieces: Iterable[Piece]) -> Iterator[WireBucket]:
         """Yields each bucket when it is complete. Asking for a bucket gives back the memory of the last but one."""
         filling: _Filling | None = None
-        for piece in pieces:
-            while piece:
-                name, tensor = piece.pop(0)
-                dtype = self._dtype or tensor.dtype
-                nbytes = tensor.numel() * dtype.itemsize
-                if filling is not None and not filling.has_room(nbytes):
-                    yield filling.bucket()
-                    filling = None
-                if nbytes > self._capacity:
-                    self._drop_buffers()
-                    yield _alone(name, tensor, dtype)
-                    continue
-                if filling is None:
-                    filling = _Filling(self._buffer(tensor.device))
-                filling.add(name, tensor, dtype)
-                del tensor  # the piece is let go as it is copied, not as a whole
+        loose = _Loose()
+        for name, tensor in _emptied(pieces):
+            dtype = self._dtype or tensor.dtype
+            nbytes = tensor.numel() * dtype.itemsize
+            is_loose = self._stays_as_it_is(tensor, dtype)
+            is_too_large = nbytes > self._capacity
+            if loose.nbytes and (is_too_large or (is_loose and loose.nbytes + nbytes > self._capacity)):
+                yield loose.bucket()
+                loose = _Loose()
+            if filling is not None and (is_too_large or (not is_loose and not filling.has_room(nbytes))):
+                yield filling.bucket()
+                filling = None
+            if is_too_large:
+                self._lent.clear()  # one of them is still being sent; it lives until that is over
+                yield _alone(name, tensor, dtype)
+                continue
+            if is_loose:
+                loose.add(name, tensor.detach())
+                continue
+            if filling is None:
+                filling = _Filling(self._buffer(tensor.device))
+            filling.add(name, tensor, dtype)
+        if loose.nbytes:
+            yield loose.bucket()
         if filling is not None:
             yield filling.bucket()
+
+    def _stays_as_it_is(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+        return (
+            self._loose_from_bytes is not None
+            and tensor.nbytes >= self._loose_from_bytes
+            and tensor.dtype == dtype
+            and tensor.is_contiguous()
+        )
 
     def _buffer(self, device: torch.device) -> torch.Tensor:
         """The buffer that was lent before the last one, or a new one."""
@@ -109,9 +151,32 @@ class WirePacker:
         self._lent.append(buffer)
         return buffer
 
-    def _drop_buffers(self) -> None:
-        """One of them is still being sent; it lives until that is over."""
-        self._lent.clear()
+
+def _emptied(pieces: Iterable[Piece]) -> Iterator[NamedTensor]:
+    """The tensors of each piece, which is let go of one by one and not as a whole."""
+    for piece in pieces:
+        while piece:
+            yield piece.pop(0)
+
+
+@dataclass
+class _Loose:
+    """Tensors that travel as they are."""
+
+    named: list[NamedTensor] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.named.append((name, tensor))
+        self.nbytes += tensor.nbytes
+
+    def bucket(self) -> WireBucket:
+        places = []
+        offset = 0
+        for name, tensor in self.named:
+            places.append(TensorPlace(name, tensor.dtype, tuple(tensor.shape), offset))
+            offset += tensor.nbytes
+        return WireBucket(tuple(places), loose=tuple(tensor for _, tensor in self.named))
 
 
 @dataclass

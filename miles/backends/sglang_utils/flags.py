@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import argparse
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from miles.backends.sglang_utils.server_rules import config_number, validate_servers
 from miles.utils.flag_rules import flag_name, require, require_positive
-from miles.utils.network import is_port_available
+from miles.utils.network import engine_url, is_port_available
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 # miles sets these itself, for each engine or for the router.
 _OWN_SERVER_FLAGS = frozenset(
@@ -29,6 +31,8 @@ _OWN_SERVER_FLAGS = frozenset(
         *("enable_return_routed_experts", "enable_return_indexer_topk"),
     }
 )
+# Flags of users that are not passed on: miles passes the one itself, and what the other is for is not available.
+_NOT_PASSED = frozenset({"tp_size", "lora_use_virtual_experts"})
 _OWN_ROUTER_FLAGS = frozenset(
     {
         *("host", "port", "worker_urls", "model_path", "tokenizer_path", "policy", "request_timeout_secs"),
@@ -36,16 +40,15 @@ _OWN_ROUTER_FLAGS = frozenset(
         *("prefill_policy", "decode_policy", "prefill_selector", "decode_selector"),
     }
 )
-# Names that SGLang before 0.5.20 had and launch scripts still pass.
-_OLDER_SERVER_FLAGS = (
-    "--cuda-graph-bs\tcuda_graph_bs\tlist\tint",
-    "--cuda-graph-max-bs\tcuda_graph_max_bs\tvalue\tint",
-    "--disable-cuda-graph\tdisable_cuda_graph\tswitch\tstr",
-    "--enable-dp-attention\tenable_dp_attention\tswitch\tstr",
-)
+# Names that SGLang had before the listed version and launch scripts still pass: what they are called now.
+_OLDER_SERVER_FLAGS = {
+    "--cuda-graph-bs": "--cuda-graph-bs-decode",
+    "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
+}
 ROUTER_POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "manual")
 # Read by miles itself, with either engine.
 _USED_BY_MILES = frozenset({"enable_deterministic_inference"})
+_OWN_ROUTER_ONLY = frozenset({"sglang_router_policy", "sglang_router_request_timeout_secs"})
 _KINDS: dict[str, dict[str, Any]] = {
     "switch": {"action": "store_true", "default": False},
     "boolean": {"action": argparse.BooleanOptionalAction, "default": None},
@@ -63,6 +66,8 @@ class PassThroughFlag:
     dest: str
     kind: str
     value_type: type
+    passed_as: str | None = None
+    """What the program calls it; None: by the first of `names`."""
 
     def add_to(self, group: argparse._ArgumentGroup, prefix: str, program: str) -> None:
         """Declare `--<prefix>-<name>` with dest `<prefix>_<dest>`."""
@@ -74,9 +79,20 @@ class PassThroughFlag:
         group.add_argument(
             *names,
             dest=f"{prefix}_{self.dest}",
-            help=f"Passed to {program} as {self.names[0]}. {unset}: {program}'s own default.",
+            help=f"Passed to {program} as {self.passed_as or self.names[0]}. {unset}: {program}'s own default.",
             **options,
         )
+
+    def command_words(self, value: Any) -> list[str]:
+        """What says `value` on the program's own command line; nothing where the choice is left to it."""
+        if value is None or isinstance(value, bool) != (self.kind in ("switch", "boolean")):
+            return []  # the latter: an older spelling of a flag of another kind with the same dest
+        if value is False:
+            return [name for name in self.names if name.startswith("--no-")] if self.kind == "boolean" else []
+        name = self.passed_as or self.names[0]
+        if value is True:
+            return [name]
+        return [name, *map(str, value if isinstance(value, list) else [value])]
 
 
 def _read(lines: list[str]) -> list[PassThroughFlag]:
@@ -96,9 +112,12 @@ def server_flags() -> tuple[PassThroughFlag, ...]:
     """SGLang's server flags that users may set."""
     lines = (Path(__file__).parent / "server_flags.tsv").read_text(encoding="utf-8").splitlines()
     flags = _read(lines)
-    known = {name for flag in flags for name in flag.names}
-    older = [flag for flag in _read(list(_OLDER_SERVER_FLAGS)) if flag.names[0] not in known]
-    return tuple(flag for flag in flags + older if flag.dest not in _OWN_SERVER_FLAGS)
+    by_name = {name: flag for flag in flags for name in flag.names}
+    for name, now in _OLDER_SERVER_FLAGS.items():
+        if name not in by_name and now in by_name:
+            dest = name[2:].replace("-", "_")
+            flags.append(replace(by_name[now], names=(name,), dest=dest, passed_as=now))
+    return tuple(flag for flag in flags if flag.dest not in _OWN_SERVER_FLAGS)
 
 
 @cache
@@ -110,16 +129,18 @@ def router_flags() -> tuple[PassThroughFlag, ...]:
 
 def router_command_flags(args: Namespace) -> list[str]:
     """The command-line words for sglang-router that the user's `--router-*` flags stand for, in its own spelling."""
+    return _command_words(router_flags(), args, "router")
+
+
+def server_command_flags(args: Namespace) -> list[str]:
+    """The command-line words for an SGLang server that the user's `--sglang-*` flags stand for, in its own spelling."""
+    return _command_words((flag for flag in server_flags() if flag.dest not in _NOT_PASSED), args, "sglang")
+
+
+def _command_words(flags: Iterable[PassThroughFlag], args: Namespace, prefix: str) -> list[str]:
     words: list[str] = []
-    for flag in router_flags():
-        value = getattr(args, f"router_{flag.dest}", None)
-        if value is None or value is False:
-            continue
-        words.append(flag.names[0])
-        if isinstance(value, list):
-            words += [str(item) for item in value]
-        elif value is not True:
-            words.append(str(value))
+    for flag in flags:
+        words += flag.command_words(getattr(args, f"{prefix}_{flag.dest}", None))
     return words
 
 
@@ -135,6 +156,34 @@ def add_flags(parser: ArgumentParser) -> None:
         "it must be named.",
     )
     group.add_argument(
+        "--sglang-python",
+        type=str,
+        default=None,
+        help="Python that SGLang is installed in, for an environment of its own: an interpreter at the same path on "
+        "every machine with engines. None: the one that runs miles.",
+    )
+    group.add_argument(
+        "--rollout-external",
+        action="store_true",
+        default=False,
+        help="The engines run already, at --rollout-external-engine-addrs; the run starts none.",
+    )
+    group.add_argument(
+        "--rollout-external-engine-addrs",
+        type=str,
+        nargs="+",
+        default=None,
+        help="host:port of each external engine. All have --rollout-num-gpus-per-engine ranks. None: without "
+        "--rollout-external.",
+    )
+    group.add_argument(
+        "--rollout-external-router",
+        action="store_true",
+        default=False,
+        help="An sglang-router without engines runs already at --sglang-router-ip and --sglang-router-port; the run "
+        "adds its engines to it and takes them out at its end.",
+    )
+    group.add_argument(
         "--sglang-server-concurrency",
         type=int,
         default=512,
@@ -144,13 +193,14 @@ def add_flags(parser: ArgumentParser) -> None:
         "--sglang-router-ip",
         type=str,
         default=None,
-        help="Address of this machine that the run's router listens on. None: the one other machines reach it by.",
+        help="Address of this machine that the run's router listens on, or that of --rollout-external-router. None: "
+        "the one other machines reach it by.",
     )
     group.add_argument(
         "--sglang-router-port",
         type=int,
         default=None,
-        help="Port that the router listens on. None: a free one.",
+        help="Port that the run's router listens on, or that of --rollout-external-router. None: a free one.",
     )
     group.add_argument(
         "--sglang-router-policy",
@@ -173,11 +223,11 @@ def add_flags(parser: ArgumentParser) -> None:
         flag.add_to(server, "sglang", "SGLang")
 
 
-def require_free_port(flag: str, port: int, host: str) -> None:
+def require_free_port(flag: str, port: int, host: str, instead: str = "choose another port") -> None:
     """Raise ValueError unless a server could listen on `port`."""
     require(
         is_port_available(port, host),
-        f"{flag} {port}: the port is in use on {host}. Instead: choose another port, or drop {flag} to use a free one",
+        f"{flag} {port}: the port is in use on {host}. Instead: {instead}, or drop {flag} to use a free one",
     )
 
 
@@ -189,42 +239,100 @@ def _require_local_address(ip: str) -> None:
             probe.bind((ip, 0))
         except OSError as error:
             raise ValueError(
-                f"--sglang-router-ip {ip}: not an address of this machine ({error.strerror}), and a router that runs "
-                "elsewhere is not available yet. Instead: drop the flag, and the run starts its own router"
+                f"--sglang-router-ip {ip}: not an address of this machine ({error.strerror}). Instead: add "
+                "--rollout-external-router where a router runs there already, or drop the flag, and the run starts one"
             ) from error
+
+
+def resolve(args: Namespace) -> None:
+    """Fill in the defaults that depend on other flags."""
+    if args.rollout_external and args.rollout_external_engine_addrs:
+        args.rollout_num_gpus = len(args.rollout_external_engine_addrs) * args.rollout_num_gpus_per_engine
+    args.engine_vocab_size = config_number(args.hf_checkpoint, "vocab_size")
 
 
 def validate(args: Namespace) -> None:
     """Raise ValueError where the values break a rule or a port is taken."""
     require_positive(args, "sglang_server_concurrency", "sglang_router_request_timeout_secs")
-    for dest in ("sglang_router_port", "router_prometheus_port"):
-        port = getattr(args, dest)
-        require(
-            port is None or 0 < port < 65536, f"--{dest.replace('_', '-')} must be a port from 1 to 65535, got {port}"
-        )
-    host = args.sglang_router_ip or "127.0.0.1"
-    if args.sglang_router_ip is not None:
-        _require_local_address(args.sglang_router_ip)
-    if args.sglang_router_port is not None:
-        require_free_port("--sglang-router-port", args.sglang_router_port, host)
-    if args.router_prometheus_port is not None:
-        require_free_port("--router-prometheus-port", args.router_prometheus_port, args.router_prometheus_host or host)
+    _validate_router(args)
+    _validate_external_engines(args)
     if args.rollout_engine == "sglang":
         require(
-            args.pause_generation_mode != "in_place" or args.sglang_disable_radix_cache,
+            args.pause_generation_mode != "in_place" or args.sglang_disable_radix_cache or args.rollout_external,
             "--pause-generation-mode in_place with --rollout-engine sglang needs --sglang-disable-radix-cache: the "
             "prefix cache survives an in-place pause and would serve entries of old weights. Instead: add it, or use "
             "--pause-generation-mode retract",
         )
+        require(
+            not args.check_weight_update_equal,
+            "--check-weight-update-equal with --rollout-engine sglang: SGLang fuses tensors and sums them up in its "
+            "own way, so that its checksums are not the trainer's. Instead: drop the flag; "
+            "train/train_rollout_logprob_abs_diff shows whether the weights are the same",
+        )
+        if not args.rollout_external:
+            validate_servers(args)
+
+
+def _validate_router(args: Namespace) -> None:
+    for dest in ("sglang_router_port", "router_prometheus_port"):
+        port = getattr(args, dest)
+        require(port is None or 0 < port < 65536, f"{flag_name(dest)} must be a port from 1 to 65535, got {port}")
+    if args.rollout_external_router:
+        require(
+            args.sglang_router_ip is not None and args.sglang_router_port is not None,
+            "--rollout-external-router needs --sglang-router-ip and --sglang-router-port: where it runs",
+        )
+        return
+    host = args.sglang_router_ip or "127.0.0.1"
+    if args.sglang_router_ip is not None:
+        _require_local_address(args.sglang_router_ip)
+    if args.sglang_router_port is not None:
+        require_free_port(
+            "--sglang-router-port",
+            args.sglang_router_port,
+            host,
+            "add --rollout-external-router to use the router that runs there, choose another port",
+        )
+    if args.router_prometheus_port is not None:
+        require_free_port("--router-prometheus-port", args.router_prometheus_port, args.router_prometheus_host or host)
+
+
+def _validate_external_engines(args: Namespace) -> None:
+    addresses = args.rollout_external_engine_addrs or []
+    require(
+        args.rollout_external == bool(addresses),
+        "--rollout-external and --rollout-external-engine-addrs belong together: give both, or none of them to let the "
+        "run start its engines",
+    )
+    for address in addresses:
+        parts = urlsplit(engine_url(address))
+        try:
+            fits = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port) and parts.path == ""
+        except ValueError:  # the port is no number, or too large
+            fits = False
+        require(fits, f"--rollout-external-engine-addrs: {address!r} is not host:port")
+    require(
+        len({engine_url(address) for address in addresses}) == len(addresses),
+        f"--rollout-external-engine-addrs names an engine twice: {' '.join(addresses)}",
+    )
 
 
 def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
-    if args.rollout_engine == "embedded":
-        passed = {f"sglang_{flag.dest}": flag.names[0] for flag in server_flags() if flag.dest not in _USED_BY_MILES}
+    if args.rollout_engine == "embedded" or args.rollout_external:
+        used = _USED_BY_MILES | ({"disable_radix_cache"} if args.rollout_external else set())
+        passed = {f"sglang_{flag.dest}": flag.names[0] for flag in server_flags() if flag.dest not in used}
+        passed["sglang_python"] = "--python"
         idle = sorted(f"--sglang-{passed[dest][2:]}" for dest in given if dest in passed)
+        why = "--rollout-external: the engines run already" if args.rollout_external else None
         if idle:
-            yield f"no effect with --rollout-engine embedded, which is not SGLang: {', '.join(idle)}"
+            yield f"no effect with {why or '--rollout-engine embedded, which is not SGLang'}: {', '.join(idle)}"
     idle = sorted(flag_name(dest) for dest in given if dest.startswith(("router_retry_", "router_cb_")))
     if idle:
         yield f"no effect, since miles' own client decides what is sent again: {', '.join(idle)}"
+    if args.rollout_external_router:
+        idle = sorted(flag_name(dest) for dest in given if dest.startswith("router_") or dest in _OWN_ROUTER_ONLY)
+        if idle:
+            yield f"no effect with --rollout-external-router, which runs already: {', '.join(idle)}"
+    if args.rollout_external and "rollout_num_gpus" in given:
+        yield "--rollout-num-gpus has no effect with --rollout-external: its engines are counted"

@@ -36,6 +36,21 @@ class VocabularyShard:
     """All ranks of the vocabulary; each computes the same results."""
 
 
+@dataclass(frozen=True)
+class RowShard:
+    """The rows of the logits that this rank has, and the ranks that have the others (context parallelism)."""
+
+    local: torch.Tensor
+    """[T] int64: for each token of the packed row its row in this rank's logits; -1: another rank has it."""
+    group: dist.ProcessGroup
+
+    def whole(self, here: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[N] of all ranks from the numbers of this one; `here` [N] says which they are. Differentiable: each rank
+        takes the gradient of its own."""
+        own = torch.zeros(here.shape, dtype=values.dtype, device=values.device).masked_scatter(here, values)
+        return _SumOverRanks.apply(own, self.group)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def response_log_probs(
     logits: torch.Tensor,
     tokens: torch.Tensor,
@@ -45,6 +60,8 @@ def response_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     shard: VocabularyShard | None = None,
+    rows: RowShard | None = None,
+    starts: Sequence[int] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """Log-probability of each response token, and the entropy of its distribution, in nats, as float32.
 
@@ -53,6 +70,8 @@ def response_log_probs(
     [R_i] tensors; the second is None without `with_entropy`. Both are differentiable with respect to `logits`.
 
     `shard`: the logits are those of a part of the vocabulary; the call is then a collective of the shard's group.
+    `rows`: the logits are those of some tokens of the row; likewise. `starts`: where in the row each sample begins, if
+    there is padding between them.
 
     The logits are divided by `temperature` where it is positive and not 1. Besides the logits themselves nothing of
     size [T, V] is kept for the backward pass, which allocates exactly the gradient.
@@ -61,10 +80,19 @@ def response_log_probs(
     """
     logits = logits.reshape(-1, logits.shape[-1])
     tokens = tokens.reshape(-1)
-    positions = _predicted_positions(total_lengths, response_lengths, logits.shape[0], tokens.shape[0])
+    num_rows = logits.shape[0] if rows is None else len(rows.local)
+    positions = _predicted_positions(total_lengths, response_lengths, num_rows, tokens.shape[0], starts)
     targets = torch.tensor(positions, dtype=torch.int64).to(logits.device)
     divisor = temperature if temperature > 0 else 1.0
-    log_probs, entropies = _TokenLogProbs.apply(logits, targets - 1, tokens[targets], divisor, with_entropy, shard)  # type: ignore[no-untyped-call]
+    predicting = targets - 1
+    if rows is not None:
+        predicting = rows.local[predicting]
+        here = predicting >= 0
+        predicting, targets = predicting[here], targets[here]
+    log_probs, entropies = _TokenLogProbs.apply(logits, predicting, tokens[targets], divisor, with_entropy, shard)  # type: ignore[no-untyped-call]
+    if rows is not None:
+        log_probs = rows.whole(here, log_probs)
+        entropies = rows.whole(here, entropies) if with_entropy else entropies
     lengths = list(response_lengths)
     return list(torch.split(log_probs, lengths)), list(torch.split(entropies, lengths)) if with_entropy else None
 
@@ -83,7 +111,11 @@ def response_values(
 
 
 def _predicted_positions(
-    total_lengths: Sequence[int], response_lengths: Sequence[int], num_logits: int, num_tokens: int
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    num_logits: int,
+    num_tokens: int,
+    starts: Sequence[int] | None = None,
 ) -> list[int]:
     """Positions in the row of all response tokens, sample after sample."""
     if len(total_lengths) != len(response_lengths):
@@ -95,7 +127,7 @@ def _predicted_positions(
     positions: list[int] = []
     end = 0
     for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-        end += total
+        end = total + (end if starts is None else starts[i])
         if not 0 <= response < total:
             raise ValueError(
                 f"response_lengths: sample {i} of the micro-batch has a response of {response} in {total} tokens; "
@@ -103,6 +135,20 @@ def _predicted_positions(
             )
         positions.extend(range(end - response, end))
     return positions
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks that each go on to compute the same from it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 class _TokenLogProbs(torch.autograd.Function):

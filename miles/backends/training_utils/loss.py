@@ -37,8 +37,6 @@ from miles.utils.user_calls import UserCode
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from miles.backends.training_utils.log_probs import VocabularyShard
-
 __all__ = [
     "LossConfig",
     "icepop_function",
@@ -57,11 +55,12 @@ def loss_from_logits(
     micro_batch: Mapping[str, Any],
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    *,
-    shard: VocabularyShard | None = None,
+    **split: Any,
 ) -> LossAndMetrics:
-    """The loss that --loss-type names. `logits` [T, V] and `tokens` [T] are the packed row of the micro-batch; with
-    `shard` the logits are those of a part of the vocabulary (never with a custom loss)."""
+    """The loss that --loss-type names. `logits` [T, V] and `tokens` [T] are the packed row of the micro-batch.
+
+    `split`: how the logits are split over ranks, as for `response_log_probs`; a custom loss needs all of them.
+    """
     if config.loss_type == "custom_loss":
         return _custom_loss(config, micro_batch, logits)
     log_probs, entropies = response_log_probs(
@@ -71,7 +70,7 @@ def loss_from_logits(
         micro_batch["response_lengths"],
         temperature=config.temperature if config.loss_type == "policy_loss" else 1.0,
         with_entropy=config.needs_entropy and config.loss_type == "policy_loss",
-        shard=shard,
+        **split,
     )
     if config.loss_type == "sft_loss":
         return sft_loss(config, micro_batch, log_probs)

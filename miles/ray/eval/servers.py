@@ -6,19 +6,15 @@ import asyncio
 from argparse import Namespace
 from typing import TYPE_CHECKING, Protocol
 
-import ray
-
-from miles.ray.cluster import num_eval_engines
-from miles.ray.rollout.engine_actor import EngineActor
+from miles.ray.rollout.engine import make_engine
+from miles.ray.rollout.engine_size import EngineSize
 from miles.ray.rollout.router import Router
 from miles.utils.http_utils import find_available_port, get_host_info
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
     from miles.ray.placement_group import Bundles
+    from miles.ray.rollout.engine import Engine
 
-_ENGINE_GPU_SHARE = 0.2
 _STOP_SECS = 5.0
 
 
@@ -41,6 +37,8 @@ def fleet_args(args: Namespace) -> Namespace:
         "sglang_router_ip": get_host_info()[1],
         "sglang_router_port": find_available_port(0),
         "router_prometheus_port": None,  # the user's is taken by the router of training
+        "rollout_external": False,
+        "rollout_external_router": False,
         "rollout_num_gpus": args.eval_num_gpus,
         "rollout_num_gpus_per_engine": args.eval_num_gpus_per_engine,
     }
@@ -54,19 +52,16 @@ class RayEvalServers:
         self._args = args
         self._bundles = bundles
         self._router: Router | None = None
-        self._engines: list[ActorHandle] = []
+        self._engines: list[Engine] = []
 
     async def start(self) -> list[str]:
-        actor_class = ray.remote(EngineActor)
-        gpus = int(self._args.rollout_num_gpus_per_engine)
         self._router = Router(self._args, name="eval-router")
         self._engines = [
-            actor_class.options(**self._bundles.actor_options(i * gpus, gpu_share=_ENGINE_GPU_SHARE)).remote(
-                self._args, i, kind="eval-engine"
-            )
-            for i in range(num_eval_engines(self._args))
+            make_engine(self._args, i, self._bundles, kind="eval-engine")
+            for i in range(EngineSize.from_args(self._args).count)
         ]
-        _, *urls = await asyncio.gather(self._router.start(), *(engine.start.remote() for engine in self._engines))
+        started = asyncio.gather(*(engine.start() for engine in self._engines))
+        urls, _ = await asyncio.gather(started, self._router.start())
         await self._router.add_engines(urls)
         return urls
 
@@ -78,15 +73,15 @@ class RayEvalServers:
             ends.append(router.stop())
         await asyncio.gather(*ends, return_exceptions=True)  # a dead actor is as good as a stopped one
         for engine in engines:
-            ray.kill(engine)
+            engine.kill()
 
     async def pids(self) -> dict[str, int]:
         pids = {"eval-router": self._router.pid if self._router else -1}
-        for i, engine in enumerate(await asyncio.gather(*(e.pids.remote() for e in self._engines))):
-            pids |= {f"eval-engine-{i}-actor": engine["actor"], f"eval-engine-{i}": engine["server"]}
+        for found in await asyncio.gather(*(engine.pids() for engine in self._engines)):
+            pids |= found
         return pids
 
 
-async def _ended(engine: ActorHandle) -> None:
+async def _ended(engine: Engine) -> None:
     async with asyncio.timeout(_STOP_SECS):
-        await engine.stop.remote()
+        await engine.stop()

@@ -8,46 +8,56 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles.backends.sglang_utils.launch import DIST_INIT_PORTS, ServerPlace, meeting_point, sglang_engine_command
+from miles.ray.rollout.engine_size import EngineSize
 from miles.utils.http_utils import find_available_port, get_host_info, wait_http_ok
 from miles.utils.logging_utils import redirect_output
+from miles.utils.network import url_host
 from miles.utils.processes import ChildProcess, ProcessDied
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
 _START_ATTEMPTS = 3
+_START_SECS = 3600.0  # a large checkpoint from slow storage; a process that ends is noticed at once
 
 
 class EngineActor:
     """Starts the server of engine `rank`, watches it and stops it. HTTP goes to the server itself, past the actor.
 
-    `kind` is the first part of its name: engine, or eval-engine.
+    An engine that spans machines has an actor on each: the one of `node_rank` 0 serves HTTP, the others hold the rest
+    of the model. `kind` is the first part of its name: engine, or eval-engine.
     """
 
-    def __init__(self, args: Namespace, rank: int, kind: str = "engine") -> None:
-        self.name = f"{kind}-{rank}"
+    def __init__(self, args: Namespace, rank: int, kind: str = "engine", node_rank: int = 0) -> None:
+        self.name = f"{kind}-{rank}" if node_rank == 0 else f"{kind}-{rank}-node-{node_rank}"
         self._args = args
         self._rank = rank
+        self._node_rank = node_rank
         self._log_path = Path(args.run_dir) / "logs" / f"{self.name}.log"
         redirect_output(self._log_path)
         self._server: ChildProcess | None = None
 
-    async def start(self) -> str:
-        """Start the server and return its URL once it is healthy. Raises ProcessDied where it ends first.
+    async def meeting_point(self) -> str:
+        """host:port on this machine where the machines of the engine can meet."""
+        return meeting_point(get_host_info()[1], find_available_port(0, consecutive=DIST_INIT_PORTS))
 
-        A port that somebody took between its choice and its use is chosen anew.
+    async def start(self, dist_init_addr: str | None = None) -> str:
+        """Start the server and return its URL: once it is healthy on node 0, at once on the others.
+
+        Raises ProcessDied where it ends first. A port that somebody took between its choice and its use is chosen
+        anew.
         """
-        host = get_host_info()[1]
         for attempt in range(1, _START_ATTEMPTS + 1):
-            port = find_available_port(0)
-            url = f"http://{host}:{port}"
-            self._server = ChildProcess(
-                self.name, embedded_engine_command(self._args, host, port, seed=self._rank), self._log_path
-            )
+            place = self._place(dist_init_addr)
+            url = f"http://{url_host(place.host)}:{place.port}"
+            self._server = ChildProcess(self.name, self._command(place), self._log_path)
+            if self._node_rank > 0:
+                return url  # healthy only once every node is: node 0 tells
             try:
-                await wait_healthy(self._server, f"{url}/health")
+                await wait_healthy(self._server, f"{url}/health", timeout_secs=_START_SECS)
             except ProcessDied as error:
-                if attempt == _START_ATTEMPTS or "address already in use" not in str(error).lower():
+                if attempt == _START_ATTEMPTS or not _port_was_taken(error):
                     raise
             else:
                 break
@@ -65,6 +75,21 @@ class EngineActor:
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop()
+
+    def _place(self, dist_init_addr: str | None) -> ServerPlace:
+        return ServerPlace(
+            host=get_host_info()[1],
+            port=find_available_port(0),
+            nccl_port=find_available_port(0),
+            nodes=EngineSize.from_args(self._args).nodes,
+            node_rank=self._node_rank,
+            dist_init_addr=dist_init_addr,
+        )
+
+    def _command(self, place: ServerPlace) -> list[str]:
+        if self._args.rollout_engine == "sglang":
+            return sglang_engine_command(self._args, place, seed=self._rank)
+        return embedded_engine_command(self._args, place.host, place.port, seed=self._rank)
 
 
 def embedded_engine_command(args: Namespace, host: str, port: int, *, seed: int) -> list[str]:
@@ -86,9 +111,14 @@ def embedded_engine_command(args: Namespace, host: str, port: int, *, seed: int)
     return command
 
 
-async def wait_healthy(process: ChildProcess, url: str) -> None:
+def _port_was_taken(error: ProcessDied) -> bool:
+    text = str(error).lower()
+    return "address already in use" in text or "eaddrinuse" in text
+
+
+async def wait_healthy(process: ChildProcess, url: str, *, timeout_secs: float = 180.0) -> None:
     """Wait until `url` answers 200; raises ProcessDied at once where the process ends first."""
-    healthy = asyncio.ensure_future(wait_http_ok(url))
+    healthy = asyncio.ensure_future(wait_http_ok(url, timeout=timeout_secs))
     died = asyncio.ensure_future(process.wait_died())
     try:
         await asyncio.wait({healthy, died}, return_when=asyncio.FIRST_COMPLETED)

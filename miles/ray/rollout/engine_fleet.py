@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miles.ray.rollout.engine_states import EngineRef, EngineState, EngineStates, FleetView
+from miles.ray.supervisor import original_error
 from miles.utils.processes import ProcessDied
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class Registry(Protocol):
     async def add_engines(self, urls: list[str]) -> None:
         """Returns when the router sends them requests."""
 
-    async def remove_engine(self, url: str) -> None:
-        """No further request goes there. Nothing where it does not know the engine."""
+    async def remove_engines(self, urls: list[str]) -> None:
+        """Returns when no further request goes there. One that it does not know is no error."""
 
 
 class Health(Protocol):
@@ -156,8 +157,10 @@ class EngineFleet:
         lives = [self._lives[ref] for ref in engines if ref in waiting]
         await asyncio.gather(*(self._register(life) for life in lives))
 
-    async def fail_update(self, engines: Sequence[EngineRef], url: str, reason: str, *, answered: bool) -> None:
-        """The update to `engines` failed at the one with this URL; the one that is at fault is taken out.
+    async def fail_update(
+        self, engines: Sequence[EngineRef], urls: Sequence[str], reason: str, *, answered: bool
+    ) -> None:
+        """The update to `engines` failed at those with these URLs; the ones that are at fault are taken out.
 
         An engine that gave no answer is at fault itself. One that answered with an error may have been the first to
         tell that another one has gone.
@@ -166,17 +169,23 @@ class EngineFleet:
         if len(lives) == len(engines):
             patience_secs = BLAME_SECS if answered else EXPLAIN_SECS
             await _first_of((life.over.wait() for life in lives), timeout_secs=patience_secs)
-        if not any(life.over.is_set() for life in lives) and len(lives) == len(engines):
-            for life in lives:
-                if life.ref.url == url:
-                    life.condemn(reason)
-                    await life.over.wait()
+        another_died = len(lives) < len(engines) or any(life.over.is_set() for life in lives)
+        if answered and another_died:
+            return
+        for life in lives:
+            if life.ref.url in urls:
+                life.condemn(reason)
+                await life.over.wait()
 
     # -- the life of one engine
 
     async def _live(self, life: _Life | None) -> None:
-        while life is not None:
-            life = await self._replace(life, await self._end_of(life))
+        try:
+            while life is not None:
+                life = await self._replace(life, await self._end_of(life))
+        except Exception as error:  # a fault of ours: an engine that nobody looks after must not go unnoticed
+            logger.exception("an engine is no longer looked after")
+            self._stop_run(f"an engine is no longer looked after: {_reason(error)}")
 
     async def _end_of(self, life: _Life) -> str:
         """Wait for the end of this life, whatever ends it, and say what it was."""
@@ -222,7 +231,7 @@ class EngineFleet:
             try:
                 new = await self._came_up(index, await self._engines[index].start())
             except Exception as error:  # whatever it is: another start, or the run's end, follows from it
-                reason = str(error) or repr(error)
+                reason = _reason(error)
                 continue
             self._notes.append(f"{name} is up again after {clock() - died:.0f} s and waits for weights")
             return new
@@ -245,7 +254,7 @@ class EngineFleet:
         try:
             await self._router.add_engines([url])
         except Exception as error:  # of this engine or of the router; the latter ends the run by itself
-            life.condemn(f"{name} ({url}) could not be registered with the router: {error!r}")
+            life.condemn(f"{name} ({url}) could not be registered with the router: {_reason(error)}")
             return
         if life.over.is_set():
             await self._unregister(life.ref)
@@ -257,7 +266,7 @@ class EngineFleet:
     async def _unregister(self, ref: EngineRef) -> None:
         try:
             async with asyncio.timeout(_UNREGISTER_SECS):
-                await self._router.remove_engine(ref.url)
+                await self._router.remove_engines([ref.url])
         except Exception as error:  # a router that is gone ends the run by itself
             logger.warning("%s was not taken out of the router: %r", ref.url, error)
 
@@ -270,8 +279,13 @@ async def _death_of(engine: Engine) -> str:
     try:
         await engine.watch()
     except Exception as error:  # ProcessDied, or what else has ended the watching: it is the reason
-        return str(error) or repr(error)
+        return _reason(error)
     return f"{engine.name} is no longer watched"
+
+
+def _reason(error: BaseException) -> str:
+    cause = original_error(error) or error
+    return str(cause) if isinstance(cause, ProcessDied) else f"{type(cause).__name__}: {cause}"
 
 
 async def _result(future: asyncio.Future[str]) -> str:

@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from miles.ray.cluster import num_engines, num_trainers
+from miles.backends.training_utils.flags import data_parallel_size
+from miles.ray.cluster import num_engines
 from miles.ray.eval.scores import evaluate
 from miles.ray.eval.turns import Turns
 from miles.ray.faults import tolerates_engine_faults
-from miles.ray.rollout.engine import RayEngine
-from miles.ray.rollout.engine_fleet import EngineFleet
+from miles.ray.rollout.engine import make_engine
+from miles.ray.rollout.engine_fleet import EngineFleet, Registry
 from miles.ray.rollout.engine_health import EngineHealth, HealthConfig
 from miles.ray.rollout.metrics import rollout_metrics
 from miles.ray.rollout.rollout_state import RolloutState
-from miles.ray.rollout.router import Router
+from miles.ray.rollout.router import make_router
 from miles.ray.rollout.train_data import (
     args_of_last_batch,
     convert_samples_to_train_data,
@@ -37,7 +38,7 @@ from miles.ray.rollout.train_data import (
     flatten_samples,
     split_train_data_by_dp,
 )
-from miles.rollout._fully_async_trace import observe_groups
+from miles.rollout._fully_async_trace import observe_rollout
 from miles.rollout._submission_gate import submission_paused_from_outside
 from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnEvalInput, RolloutFnTrainInput
 from miles.rollout.eval_flags import eval_way
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from miles.ray.rollout.engine_states import EngineRef, FleetView
     from miles.rollout.data_source import DataSource
     from miles.utils.timeline import Interval
-    from miles.utils.trace import GroupPhase
+    from miles.utils.trace import GroupPhase, SampleSpan
     from miles.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class GeneratedBatch:
     metrics: dict[str, float]
     generation_intervals: list[Interval]  # seconds since the epoch during which a sample was being generated
     example: dict[str, Any] = field(default_factory=dict)  # prompt, response, label, reward, weight_versions of one
-    group_phases: list[GroupPhase] = field(default_factory=list)  # what ended since the last batch, for the trace
+    trace_notes: list[GroupPhase | SampleSpan] = field(default_factory=list)  # what ended since the last batch
     samples_cut_off: int = 0  # at its end
 
 
@@ -97,14 +98,13 @@ class RolloutManager:
     """See the module docstring. Built by the driver; `start` brings up router and engines."""
 
     def __init__(self, args: Namespace, engine_bundles: Bundles) -> None:
-        self._logs = Path(args.run_dir) / "logs"
-        redirect_output(self._logs / "rollout_manager.log")
-        self._router = Router(args)
+        redirect_output(Path(args.run_dir) / "logs" / "rollout_manager.log")
+        self._router = make_router(args)
         self._args = copy.copy(args)
         self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
         self._turns = Turns()
-        self._dp_size = num_trainers(args)
+        self._dp_size = data_parallel_size(args)
         self._fleet = make_fleet(args, engine_bundles, self._router)
 
     async def start(self) -> None:
@@ -122,7 +122,7 @@ class RolloutManager:
         self._data_source = load_function(args.data_source_path)(args)
         self._rollout_fn, self._eval_fn = load_rollout_functions(args, self._data_source)
         self._state = RolloutState(self._rollout_fn, self._data_source, saves=args.save is not None)
-        self._group_phases = observe_groups(self._rollout_fn, args.trace_max_events)
+        self._trace = observe_rollout((self._rollout_fn, self._eval_fn), args.trace_max_events)
         self._log_rollout = load_function(args.custom_rollout_log_function_path)
         self._log_eval = load_function(args.custom_eval_rollout_log_function_path)
 
@@ -147,9 +147,9 @@ class RolloutManager:
         """The engines that weights are to be sent to now; see `EngineFleet`."""
         return self._fleet.begin_update(only_waiting=only_waiting)
 
-    async def fail_update(self, engines: Sequence[EngineRef], url: str, reason: str, answered: bool) -> None:
-        """The update failed at the engine with this URL; returns once the one at fault is out of the fleet."""
-        await self._fleet.fail_update(engines, url, reason, answered=answered)
+    async def fail_update(self, engines: Sequence[EngineRef], urls: Sequence[str], reason: str, answered: bool) -> None:
+        """The update failed at the engines with these URLs; returns once those at fault are out of the fleet."""
+        await self._fleet.fail_update(engines, urls, reason, answered=answered)
 
     async def finish_update(self, engines: Sequence[EngineRef], version: int) -> FleetView:
         """These engines have the weights that the trainer calls `version`; all of them serve when this returns."""
@@ -206,7 +206,7 @@ class RolloutManager:
             metrics=metrics,
             generation_intervals=self._drain_generation_intervals(),
             example=_example(samples),
-            group_phases=self._take_group_phases(),
+            trace_notes=[] if self._trace is None else self._trace.take(),
             samples_cut_off=num_trimmed,
         )
 
@@ -218,9 +218,9 @@ class RolloutManager:
             samples_left_out=num_samples,
         )
 
-    async def take_group_phases(self) -> list[GroupPhase]:
-        """What has ended since the last batch."""
-        return self._take_group_phases()
+    async def end_trace(self) -> list[GroupPhase | SampleSpan]:
+        """What has ended since the last batch, and what goes on while the run ends."""
+        return [] if self._trace is None else self._trace.end()
 
     async def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate the engines' current weights; returns metrics. Nothing new is generated for training meanwhile."""
@@ -276,19 +276,16 @@ class RolloutManager:
         run(close_http_client())
         close_async_loop()
 
-    def _take_group_phases(self) -> list[GroupPhase]:
-        return [] if self._group_phases is None else self._group_phases.take()
-
     def _drain_generation_intervals(self) -> list[Interval]:
         busy = getattr(getattr(self._rollout_fn, "state", None), "busy", None)
         return busy.drain() if busy is not None else []
 
 
-def make_fleet(args: Namespace, bundles: Bundles, router: Router) -> EngineFleet:
+def make_fleet(args: Namespace, bundles: Bundles, router: Registry) -> EngineFleet:
     """The engines of the run, not yet started."""
     tolerates_faults = tolerates_engine_faults(args)
     return EngineFleet(
-        lambda index: RayEngine(args, index, bundles),
+        lambda index: make_engine(args, index, bundles),
         num_engines(args),
         router,
         EngineHealth(args.rollout_health_check_timeout),

@@ -1,8 +1,13 @@
-"""sglang-router in a process of its own: spreads generation requests over the engines."""
+"""sglang-router, which spreads generation requests over the engines: the run's own, or one that runs already.
+
+Only generation goes through a router, and questions that any engine may answer. What controls an engine (pause,
+weights, aborts) is sent to the engine itself: a router has no such routes, or passes the call on to one engine of many.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,29 +16,78 @@ import aiohttp
 
 from miles.backends.sglang_utils.flags import router_command_flags
 from miles.ray.rollout.engine_actor import wait_healthy
-from miles.utils.http_utils import find_available_port, get_host_info
-from miles.utils.processes import ChildProcess
+from miles.utils.http_utils import HttpRequestError, find_available_port, get_host_info, wait_http_ok
+from miles.utils.network import url_host
+from miles.utils.processes import ChildProcess, ProcessDied
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
 _REGISTRATION_TIMEOUT_SECS = 60
 _REGISTRATION_POLL_SECS = 0.05
+_EXTERNAL_START_SECS = 60.0
+_PROBE_INTERVAL_SECS = 10.0
+_PROBES_UNTIL_DEAD = 3
+_STOP_SECS = 3.0
+
+# What the router asks an engine to see whether it lives. An SGLang that is paused does not answer /health for 20 s and
+# then says 503, so that the router would take it out during a weight update. This it answers at once, paused or not.
+HEALTH_CHECK_ENDPOINT = "/model_info"
 
 
-class Router:
+class RouterClient:
+    """The list of engines that a router sends requests to."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def add_engines(self, engine_urls: list[str]) -> None:
+        """Register healthy engines and wait until the router sends them requests. One that is registered stays so."""
+        async with aiohttp.ClientSession(self.url) as session:
+            for url in engine_urls:
+                async with session.post("/workers", json={"url": url}) as response:
+                    response.raise_for_status()
+            async with asyncio.timeout(_REGISTRATION_TIMEOUT_SECS):
+                while not set(engine_urls) <= await _healthy_engines(session):  # noqa: ASYNC110 - a remote state
+                    await asyncio.sleep(_REGISTRATION_POLL_SECS)
+
+    async def remove_engines(self, engine_urls: list[str]) -> None:
+        """Take engines out and wait until the router has forgotten them. One that it does not know is no error."""
+        async with aiohttp.ClientSession(self.url) as session, asyncio.timeout(_REGISTRATION_TIMEOUT_SECS):
+            while ids := [worker["id"] for worker in await _workers(session) if worker["url"] in engine_urls]:
+                for worker_id in ids:
+                    async with session.delete(f"/workers/{worker_id}") as response:
+                        if response.status != 404:  # gone meanwhile
+                            response.raise_for_status()
+                await asyncio.sleep(_REGISTRATION_POLL_SECS)
+
+    async def engine_urls(self) -> set[str]:
+        """Every engine that is registered, healthy or not."""
+        async with aiohttp.ClientSession(self.url) as session:
+            return {worker["url"] for worker in await _workers(session)}
+
+
+async def _workers(session: aiohttp.ClientSession) -> list[dict[str, Any]]:
+    async with session.get("/workers") as response:
+        response.raise_for_status()
+        workers: list[dict[str, Any]] = (await response.json())["workers"]
+    return workers
+
+
+async def _healthy_engines(session: aiohttp.ClientSession) -> set[str]:
+    return {worker["url"] for worker in await _workers(session) if worker["is_healthy"]}
+
+
+class Router(RouterClient):
     """The router process of the run. `ip` and `port` say where it listens, `name` what it is called."""
 
     def __init__(self, args: Namespace, name: str = "router") -> None:
         self._name = name
         self.ip = args.sglang_router_ip or get_host_info()[1]
         self.port = int(args.sglang_router_port or find_available_port(0))
+        super().__init__(f"http://{url_host(self.ip)}:{self.port}")
         self._args = args
         self._process: ChildProcess | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.ip}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -42,28 +96,8 @@ class Router:
     async def start(self) -> None:
         """Start the process and wait until it serves."""
         log = Path(self._args.run_dir) / "logs" / f"{self._name}.log"
-        self._process = ChildProcess(self._name, self._command(), log)
+        self._process = ChildProcess(self._name, router_command(self._args, self.ip, self.port), log)
         await wait_healthy(self._process, f"{self.url}/health")
-
-    async def add_engines(self, engine_urls: list[str]) -> None:
-        """Register healthy engines and wait until the router sends them requests."""
-        async with aiohttp.ClientSession(self.url) as session:
-            for url in engine_urls:
-                async with session.post("/workers", json={"url": url}) as response:
-                    response.raise_for_status()
-            async with asyncio.timeout(_REGISTRATION_TIMEOUT_SECS):
-                while await self._healthy_engines(session) < set(engine_urls):  # noqa: ASYNC110 - a remote state
-                    await asyncio.sleep(_REGISTRATION_POLL_SECS)
-
-    async def remove_engine(self, url: str) -> None:
-        """Send nothing to this engine any more. Nothing where it is not registered."""
-        async with aiohttp.ClientSession(self.url) as session, asyncio.timeout(_REGISTRATION_TIMEOUT_SECS):
-            while ids := [worker["id"] for worker in await self._workers(session) if worker["url"] == url]:
-                for worker_id in ids:
-                    async with session.delete(f"/workers/{worker_id}") as response:
-                        if response.status != 404:  # gone meanwhile
-                            response.raise_for_status()
-                await asyncio.sleep(_REGISTRATION_POLL_SECS)
 
     async def watch(self) -> None:
         """Never returns; raises ProcessDied when the router dies."""
@@ -74,25 +108,72 @@ class Router:
         if self._process is not None:
             await self._process.stop()
 
-    def _command(self) -> list[str]:
-        args = self._args
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--host", self.ip, "--port", str(self.port)]
-        if args.router_prometheus_port is None:
-            command += ["--prometheus-host", self.ip, "--prometheus-port", str(find_available_port(0))]
-        command += ["--request-timeout-secs", str(args.sglang_router_request_timeout_secs)]
-        # Our own client decides what is worth a retry; the router would repeat requests that already ran.
-        command += ["--disable-retries", "--disable-circuit-breaker", "--shutdown-grace-period-secs", "1"]
-        command += ["--worker-startup-check-interval", "1", "--log-level", "warn"]
-        if args.sglang_router_policy:
-            command += ["--policy", args.sglang_router_policy]
-        return command + router_command_flags(args)  # last: what the user says wins
 
-    async def _healthy_engines(self, session: aiohttp.ClientSession) -> set[str]:
-        return {worker["url"] for worker in await self._workers(session) if worker["is_healthy"]}
+class ExternalRouter(RouterClient):
+    """A router that runs already at --sglang-router-ip and -port. The run's engines leave it at the end."""
 
-    @staticmethod
-    async def _workers(session: aiohttp.ClientSession) -> list[dict[str, Any]]:
-        async with session.get("/workers") as response:
-            response.raise_for_status()
-            workers: list[dict[str, Any]] = (await response.json())["workers"]
-        return workers
+    pid = -1
+
+    def __init__(self, args: Namespace) -> None:
+        self.ip, self.port = args.sglang_router_ip, int(args.sglang_router_port)
+        super().__init__(f"http://{url_host(self.ip)}:{self.port}")
+        self._added: list[str] = []
+
+    async def start(self) -> None:
+        """Check that it answers and has no engines: ones of somebody else would never get this run's weights."""
+        try:
+            await wait_http_ok(f"{self.url}/health", timeout=_EXTERNAL_START_SECS)
+            others = await self.engine_urls()
+        except (HttpRequestError, aiohttp.ClientError) as error:
+            raise ValueError(f"--sglang-router-ip/-port: {self.url} is not an sglang-router: {error}") from error
+        if others:
+            raise ValueError(
+                f"the router {self.url} has engines already ({', '.join(sorted(others))}), which this run would not "
+                "update. Instead: take them out, or use a router of the run's own (drop --rollout-external-router)"
+            )
+
+    async def add_engines(self, engine_urls: list[str]) -> None:
+        self._added += engine_urls
+        await super().add_engines(engine_urls)
+
+    async def watch(self) -> None:
+        """Never returns; raises ProcessDied when the router has not answered for half a minute."""
+        failures = 0
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL_SECS)
+            try:
+                async with asyncio.timeout(_PROBE_INTERVAL_SECS):
+                    await self.engine_urls()
+                failures = 0
+            except (aiohttp.ClientError, TimeoutError) as error:
+                failures += 1
+                if failures >= _PROBES_UNTIL_DEAD:
+                    raise ProcessDied(
+                        f"the external router {self.url} has not answered {failures} times in a row: {error!r}"
+                    ) from error
+
+    async def stop(self) -> None:
+        """Take the run's engines out, where the router still answers."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it is gone: nothing is left to take out
+            async with asyncio.timeout(_STOP_SECS):
+                await self.remove_engines(self._added)
+
+
+def make_router(args: Namespace) -> Router | ExternalRouter:
+    """The router of the run, not yet started."""
+    return ExternalRouter(args) if getattr(args, "rollout_external_router", False) else Router(args)
+
+
+def router_command(args: Namespace, ip: str, port: int) -> list[str]:
+    """What starts the router. The user's `--router-*` flags come last, so that they win over the defaults here."""
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", ip, "--port", str(port)]
+    if args.router_prometheus_port is None:
+        command += ["--prometheus-host", ip, "--prometheus-port", str(find_available_port(0))]
+    command += ["--request-timeout-secs", str(args.sglang_router_request_timeout_secs)]
+    # Our own client decides what is worth a retry; the router would repeat requests that already ran.
+    command += ["--disable-retries", "--disable-circuit-breaker", "--shutdown-grace-period-secs", "1"]
+    command += ["--worker-startup-check-interval", "1", "--log-level", "warn"]
+    command += ["--health-check-endpoint", HEALTH_CHECK_ENDPOINT]
+    if args.sglang_router_policy:
+        command += ["--policy", args.sglang_router_policy]
+    return command + router_command_flags(args)

@@ -14,6 +14,7 @@ import base64
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from miles.rollout.generate_utils.attempts import answered_by
 from miles.rollout.generate_utils.request_ids import with_request_id
 from miles.utils.types import Sample
 
@@ -115,7 +116,10 @@ def compute_request_payload(
     `max_new_tokens` is cut to what the context has left (`--rollout-max-context-len`, for evaluation
     `--eval-max-context-len` where it is set); nothing left means (None, TRUNCATED). The caller's dictionary is not
     changed.
+
+    Raises ValueError for a token id that the model does not have: it would end an SGLang server, and all its requests.
     """
+    _check_token_ids(input_ids, getattr(args, "engine_vocab_size", None))
     max_new_tokens = sampling_params["max_new_tokens"]
     context = getattr(args, "rollout_max_context_len", None)
     if evaluation:
@@ -141,6 +145,15 @@ def compute_request_payload(
     return with_request_id(payload), None
 
 
+def _check_token_ids(input_ids: list[int], vocab_size: int | None) -> None:
+    if vocab_size is not None and input_ids and not 0 <= min(input_ids) <= max(input_ids) < vocab_size:
+        wrong = next(i for i in input_ids if not 0 <= i < vocab_size)
+        raise ValueError(
+            f"token id {wrong} is outside the model's vocabulary of {vocab_size}: the tokenizer, the chat template or "
+            "the generate function does not fit --hf-checkpoint"
+        )
+
+
 async def update_sample_from_response(
     args: Namespace,
     sample: Sample,
@@ -154,6 +167,7 @@ async def update_sample_from_response(
     ValueError where the engine returned tokens without log-probabilities.
     """
     meta_info = output["meta_info"]
+    answered_by(meta_info)
     log_probs, tokens = _output_log_probs_and_tokens(output)
 
     if update_loss_mask and sample.loss_mask is None:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Sequence
 
+    from miles.rollout.generate_utils.attempts import AttemptLog
+
 Group = list["Sample | list[Sample]"]
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ logger = logging.getLogger(__name__)
 class GenerateState:
     """What all generation of one rollout function shares: slots, sampling parameters, tokenizer, the abort flag.
 
-    Training and evaluation have one each. `busy` records when at least one slot was held. `aborted` makes samples that
+    Training and evaluation have one each. `busy` records when at least one slot was held, `attempts`, where whoever
+    writes a trace has set it, each attempt at a sample. `aborted` makes samples that
     have not started yet return ABORTED, and nothing be replaced; `reset` clears it.
 
     Counted here, and never set back: `sample_retries` (samples generated again alone), `sample_timeouts` (deadlines
@@ -68,6 +71,7 @@ class GenerateState:
         self.generate_function: Any = custom or single_turn.generate
         self.aborted = False
         self.busy = BusyIntervals()
+        self.attempts: AttemptLog | None = None
         self.starts = Turns()  # of groups, and of attempts at samples
         self.deadlines = DeadlineConfig.from_args(args)
         self.sample_max_retries: int = getattr(args, "sample_max_retries", 0)

@@ -138,8 +138,11 @@ class SampleRun:
                 return self._sample
             with state.busy:
                 deadline = None if self._evaluation else self._clock.begin_attempt()
+                attempt = self._call() if deadline is None else self._call_until(deadline)
+                if state.attempts is not None:
+                    attempt = state.attempts.watch(self._sample, self._evaluation, attempt)
                 try:
-                    return await (self._call() if deadline is None else self._call_until(deadline))
+                    return await attempt
                 except DeadlinePassed as passed:
                     return passed
                 except Exception as error:

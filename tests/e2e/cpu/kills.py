@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 VICTIMS = ("driver", "rollout_manager", "trainer-0", "engine-0")
 MOMENTS = ("save", "update", "train", "anytime")
 PROMPTS, BATCH, SAMPLES = 192, 4, 4
-STEPS = PROMPTS // BATCH
 POLL_SECS = 0.002
 MOMENT_SECS = 120
 END_SECS = 60
@@ -34,7 +33,7 @@ END_SECS = 60
 FLAGS = f"""
     --data-source-path tests.e2e.cpu.resume_plugins.OneEpoch
     --custom-megatron-before-train-step-hook-path tests.e2e.cpu.resume_plugins.record_forward_passes
-    --num-rollout {STEPS} --rollout-batch-size {BATCH} --n-samples-per-prompt {SAMPLES}
+    --rollout-batch-size {BATCH} --n-samples-per-prompt {SAMPLES}
     --async-max-concurrent-samples 32 --save-interval 1
 """.split()
 
@@ -75,24 +74,29 @@ class Outcome:
 
 
 class Epoch:
-    """The runs over one epoch, which share a checkpoint directory."""
+    """The runs over one epoch of `prompts` prompts, which share a checkpoint directory. `flags` are added to theirs."""
 
-    def __init__(self, launcher: Launcher, save: Path) -> None:
+    def __init__(self, launcher: Launcher, save: Path, *flags: str, prompts: int = PROMPTS) -> None:
         self._launcher = launcher
         self.save = save
+        self._flags = flags
+        self._prompts = prompts
         self.outcomes: list[Outcome] = []
 
     def start(self) -> RunningRun:
-        prompts = f"{self._launcher.data}/train.jsonl@[0:{PROMPTS}]"
+        prompts = f"{self._launcher.data}/train.jsonl@[0:{self._prompts}]"
         resume = ["--load", str(self.save)] if self.save.exists() else []
-        return self._launcher.start("--prompt-data", prompts, *FLAGS, "--save", str(self.save), *resume)
+        steps = ["--num-rollout", str(self._prompts // BATCH)]
+        return self._launcher.start(
+            *("--prompt-data", prompts, *FLAGS, *steps, "--save", str(self.save)), *resume, *self._flags
+        )
 
     def run_until(self, kill: Kill) -> Outcome | None:
         """Start (or resume) the run and kill it; None where it was complete before the moment came."""
         parts = self._unpublished()
         run = self.start()
         try:
-            watch = _Watch(run, self.save, ignored=parts)
+            watch = Watch(run, self.save, ignored=parts)
             came = watch.wait_for(kill)
             in_moment = came and watch.is_on(kill.moment)
             if not came or not _kill(run.pids()[kill.victim]):
@@ -132,7 +136,8 @@ class Epoch:
     def check(self) -> None:
         """Raise AssertionError unless the last set is made of each prompt of the epoch, trained exactly once."""
         last = checkpoint_set.newest_readable(self.save)
-        assert last is not None and checkpoint_set.rollout_id_of(last) == STEPS - 1, f"the epoch ends at {last}"
+        steps = self._prompts // BATCH
+        assert last is not None and checkpoint_set.rollout_id_of(last) == steps - 1, f"the epoch ends at {last}"
         trained: list[str] = []
         rollouts: list[int] = []
         for leg in checkpoint_set.read_record(last)["lineage"]:
@@ -142,8 +147,8 @@ class Epoch:
                 assert set(batch.values()) == {SAMPLES} and len(batch) == BATCH, f"rollout {rollout_id}: {batch}"
                 trained += batch
                 rollouts.append(rollout_id)
-        assert rollouts == list(range(STEPS)), rollouts
-        lines = (self._launcher.data / "train.jsonl").read_text(encoding="utf-8").splitlines()[:PROMPTS]
+        assert rollouts == list(range(steps)), rollouts
+        lines = (self._launcher.data / "train.jsonl").read_text(encoding="utf-8").splitlines()[: self._prompts]
         prompts = {json.loads(line)["input"] for line in lines}
         counts = Counter(trained)
         twice = {prompt: count for prompt, count in counts.items() if count > 1}
@@ -163,7 +168,7 @@ def _kill(pid: int) -> bool:
     return True
 
 
-class _Watch:
+class Watch:
     """Looks at what a run writes to know what it is doing, without a part in it."""
 
     def __init__(self, run: RunningRun, save: Path, *, ignored: set[str]) -> None:

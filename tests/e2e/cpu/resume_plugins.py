@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from miles.utils.types import Sample
+
+
+SLOW_STEP_SECS = 0.5
 
 
 class OneEpoch(RolloutDataSourceWithBuffer):
@@ -68,3 +72,15 @@ def record_forward_passes(
         setattr(model[0], "forward_recorder", recorder)  # noqa: B010 - modules declare what may be assigned
         model[0].register_forward_pre_hook(recorder, with_kwargs=True)
     recorder.rollout_id = rollout_id
+
+
+def slow_down_path(save: Path) -> Path:
+    """While this file exists, `record_forward_passes_slowly` is slow."""
+    return save.with_name(f"{save.name}-slow")
+
+
+def record_forward_passes_slowly(args: Namespace, *rest: Any) -> None:
+    """Like `record_forward_passes`, and long enough for engines to die, start and join within one epoch."""
+    record_forward_passes(args, *rest)
+    if slow_down_path(Path(args.save)).exists():
+        time.sleep(SLOW_STEP_SECS)

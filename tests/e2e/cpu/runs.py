@@ -72,6 +72,10 @@ class RunningRun:
         """Until `count` steps are logged."""
         self._wait_until(lambda: len((self.run_dir / "metrics.jsonl").read_text().splitlines()) >= count)
 
+    def wait_for_steps_where(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Until the steps so far fulfil the condition together."""
+        self._wait_until(lambda: condition(read_steps(self.run_dir)))
+
     def wait_for_step_where(self, condition: Callable[[dict[str, Any]], bool]) -> None:
         """Until a step is logged that fulfils the condition."""
         self._wait_until(lambda: any(condition(step) for step in read_steps(self.run_dir)))

@@ -1,8 +1,10 @@
 """Many epochs that are killed at random moments and resumed; see `tests/run_soak.sh`.
 
-One round is one epoch in which each kind of process is killed once, in a random order, each at a random moment. Its
-seed decides everything that the test decides. `results.jsonl` gets one line a round, so a soak that is stopped goes on
-where it was; `python -m tests.e2e.cpu.soak --out DIR --table` prints what is there.
+One round is one epoch in which each kind of process is killed once, in a random order, each at a random moment. With
+`--faults` it is one run with fault tolerance, which ends by itself although its engines and their actors are killed or
+stopped FAULTS_A_ROUND times. The seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets
+one line a round, so a soak that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` shows
+what is there.
 """
 
 from __future__ import annotations
@@ -18,21 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from examples.quickstart.prepare import prepare
+from tests.e2e.cpu.engine_faults import EngineFault, FaultyEpoch, draw
 from tests.e2e.cpu.kills import MOMENTS, VICTIMS, Epoch, Kill
 from tests.e2e.cpu.runs import Launcher
 
-RESULTS = "results.jsonl"
+RESULTS, FAULT_RESULTS = "results.jsonl", "faults.jsonl"
+FAULTS_A_ROUND = 4
 RUN_SECS = 400  # a soak may share its machine
 
 
 def main() -> int:
     options = _parse()
-    results = options.out / RESULTS
+    results = options.out / (FAULT_RESULTS if options.faults else RESULTS)
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.table:
         _soak(options, results)
     rounds = _read(results)
-    print(table(rounds))
+    print(table_of_faults(rounds) if options.faults else table(rounds))
     failed = [r for r in rounds if r["error"]]
     for r in failed:
         print(f"seed {r['seed']} FAILED: {r['error']}")
@@ -45,6 +49,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="epochs; each kills every kind of process once")
     parser.add_argument("--first-seed", type=int, default=0, help="seed of the first round")
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no round after this time")
+    parser.add_argument("--faults", action="store_true", help="faults of engines in runs with --use-fault-tolerance")
     parser.add_argument("--table", action="store_true", help="only print the results that are there")
     return parser.parse_args()
 
@@ -59,7 +64,7 @@ def _soak(options: argparse.Namespace, results: Path) -> None:
         if time.monotonic() - started > 60 * options.minutes:
             print(f"{options.minutes:g} minutes are over: seeds from {seed} on were not run; start again to go on")
             return
-        result = play(seed, options.out.resolve(), data)
+        result = (play_faults if options.faults else play)(seed, options.out.resolve(), data)
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
         print(f"seed {seed}: {result['error'] or 'every prompt once'}, {result['seconds']:.0f} s", flush=True)
@@ -86,6 +91,42 @@ def play(seed: int, out: Path, data: Path) -> dict[str, Any]:
         shutil.rmtree(directory)
     kills = [outcome.to_dict() for outcome in epoch.outcomes]
     return {"seed": seed, "error": error, "seconds": round(time.monotonic() - started, 1), "kills": kills}
+
+
+def play_faults(seed: int, out: Path, data: Path) -> dict[str, Any]:
+    """One round with faults of engines. Its files are kept where it failed."""
+    directory = out / f"faults-seed-{seed}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    rng = random.Random(seed)
+    faults = [draw(rng) for _ in range(FAULTS_A_ROUND)]
+    epoch = FaultyEpoch(Launcher(directory, data, timeout_secs=RUN_SECS), directory / "checkpoints")
+    started, error = time.monotonic(), ""
+    try:
+        epoch.play(faults)
+    except AssertionError as failure:
+        error = str(failure)[-2000:] or repr(failure)
+    if not error:
+        shutil.rmtree(directory)
+    seconds = round(time.monotonic() - started, 1)
+    return {"seed": seed, "error": error, "seconds": seconds, "faults": [_fault_record(fault) for fault in faults]}
+
+
+def _fault_record(fault: EngineFault) -> dict[str, Any]:
+    victim = "actor" if fault.victim.endswith("-actor") else "server"
+    return {"victim": victim, "signal": fault.signum.name, "moment": fault.when.moment, "delay": fault.when.delay}
+
+
+def table_of_faults(rounds: list[dict[str, Any]]) -> str:
+    """Faults by kind and moment, of the rounds that passed."""
+    passed = [r for r in rounds if not r["error"]]
+    count = Counter((f["victim"], f["signal"], f["moment"]) for r in passed for f in r["faults"])
+    lines = ["| fault | " + " | ".join(MOMENTS) + " | all |", "|---|" + "---|" * (len(MOMENTS) + 1)]
+    for victim, signal_name in (("server", "SIGKILL"), ("server", "SIGSTOP"), ("actor", "SIGKILL")):
+        cells = [count[victim, signal_name, moment] for moment in MOMENTS]
+        lines.append(f"| {victim} {signal_name} | " + " | ".join(map(str, [*cells, sum(cells)])) + " |")
+    lines.append(f"{len(rounds)} runs, {len(passed)} of them with every prompt trained exactly once")
+    return "\n".join(lines)
 
 
 def table(rounds: list[dict[str, Any]]) -> str:

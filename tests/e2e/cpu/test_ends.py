@@ -134,6 +134,7 @@ def one_epoch(launcher: Launcher, prompts: int) -> tuple[str, ...]:
     return ("--data-source-path", source, "--prompt-data", f"{launcher.data}/train.jsonl@[0:{prompts}]", *FOREVER)
 
 
+@pytest.mark.timeout(400)  # two runs
 def test_the_end_of_the_data_ends_a_fully_async_run_well_and_nothing_is_left_to_resume(
     launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_the_end_of_the_data_ends_the_other_drivers_too(launcher: Launcher, driv
     assert newest is not None and newest.name == "iter_0000001"
 
 
+@pytest.mark.timeout(400)  # two runs
 def test_an_epoch_with_fewer_prompts_than_a_batch_and_the_end_of_the_run(launcher: Launcher, tmp_path: Path) -> None:
     save = ("--save", str(tmp_path / "set"), *SAVE_LAST)
     flags = ("--prompt-data", f"{launcher.data}/train.jsonl@[0:3]", *save)

@@ -98,7 +98,7 @@ H100 = Scale(
     trainer=(
         *("--bf16", "--accumulate-allreduce-grads-in-fp32"),
         *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
-        # 12 bytes a parameter lie in host memory: beside weights and gradients they would not fit.
+        # The optimizer lies in host memory: beside weights and gradients it would not fit.
         *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer"),
         *("--moe-token-dispatcher-type", "alltoall", "--update-weight-buffer-size", str(1024**3)),
     ),

@@ -53,6 +53,9 @@ class FakeTrainers:
         await self.gate.wait()
         self._calls.append(("publish", rollout_id, staged))
 
+    async def finish_saving(self) -> None:
+        await self.gate.wait()
+
     async def export_hf(self, directory: str) -> None:
         self._calls.append(("export", directory))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from miles.ray.ray_processes import RayProcess
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.utils.processes import ProcessDied
 
@@ -109,3 +112,25 @@ async def test_close_leaves_no_task_behind(stop: asyncio.Event) -> None:
     supervisor.watch("trainer-0", FakeActor(), Path("t.log"), endless=False)  # type: ignore[arg-type]
     await supervisor.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_the_end_of_ray_explains_every_other_death(supervisor: Supervisor) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)  # noqa: ASYNC220
+    supervisor.watch_ray([RayProcess("raylet", "Ray's raylet, which holds the object store,", process)])
+    actor = FakeActor()
+    supervisor.watch("rollout_manager", actor, Path("m.log"), endless=True)  # type: ignore[arg-type]
+    assert await supervisor.wait(call_that_returns("batch")) == "batch"
+    wait = asyncio.create_task(supervisor.wait(call_that_returns("never", asyncio.Event())))
+    await asyncio.sleep(0)
+    process.kill()
+    process.communicate()
+    actor.life.set_exception(ProcessDied("rollout_manager died"))
+    with pytest.raises(RunFailed, match=rf"^Ray's raylet, .*\(pid {process.pid}\) was killed by SIGKILL$"):
+        await wait
+
+
+async def test_the_end_of_ray_alone_ends_a_wait(supervisor: Supervisor) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])  # noqa: ASYNC220
+    supervisor.watch_ray([RayProcess("gcs_server", "Ray's gcs_server", process)])
+    with pytest.raises(RunFailed, match=r"Ray's gcs_server \(pid \d+\) exited with code 3"):
+        await supervisor.wait(call_that_returns("never", asyncio.Event()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,6 +11,9 @@ from miles.backends.megatron_utils.engine_client import WeightUpdateError
 from miles.ray.rollout.engine_states import EngineRef, FleetView
 from miles.ray.weight_publisher import POLL_SECS, WeightPublisher
 from tests.fast.virtual_time import virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Remote:
@@ -35,9 +38,10 @@ class FakeManager:
     async def _begin(self, only_waiting: bool) -> tuple[EngineRef, ...]:
         return tuple(self.waiting) if only_waiting else tuple(sorted(self.serving + self.waiting, key=str))
 
-    async def _fail(self, engines: Any, url: str, reason: str, answered: bool) -> None:
-        self.failed.append((url, answered))
-        self.lose(url)
+    async def _fail(self, engines: Any, urls: Sequence[str], reason: str, answered: bool) -> None:
+        for url in urls:
+            self.failed.append((url, answered))
+            self.lose(url)
 
     async def _finish(self, engines: tuple[EngineRef, ...], version: int) -> FleetView:
         for ref in engines:
@@ -68,19 +72,21 @@ class FakeTrainers:
             raise self.errors.pop(0)
         self.version += not again
         self.calls.append(f"version {self.version}")
-        return self.version, {"bytes": 1.0}
+        return self.version, {"bytes": 1.0, "perf/weight_update_pause_seconds": 0.25}
 
 
 class Setup:
     def __init__(self, *, tolerates_faults: bool = True) -> None:
         self.manager, self.trainers = FakeManager(), FakeTrainers()
         self.published: list[int] = []
+        self.pauses: list[float] = []
         self.publisher = WeightPublisher(
             self.manager,
             self.trainers,  # type: ignore[arg-type]
             tolerates_faults=tolerates_faults,
             on_published=self.published.append,
             on_view=lambda view: None,
+            on_paused=lambda start, end: self.pauses.append(end - start),
         )
 
     @property
@@ -97,7 +103,7 @@ def failure(index: int, status: int | None = None) -> WeightUpdateError:
 @virtual
 async def test_the_group_is_formed_once_for_the_same_engines() -> None:
     s = Setup()
-    assert await s.publisher.publish() == {"bytes": 1.0}
+    assert (await s.publisher.publish())["bytes"] == 1.0
     await s.publisher.publish()
     assert s.calls == ["connect 0 1", "version 1", "version 2"]
     assert s.published == [1, 2]
@@ -206,3 +212,15 @@ async def test_an_engine_that_dies_before_it_got_weights_leaves_nothing_to_send(
     assert s.manager.failed and s.published == [1] and s.trainers.version == 1
     batch.set_result("batch")
     await waiting
+
+
+@virtual
+async def test_the_pause_of_an_update_is_told_unless_it_concerned_only_engines_that_had_come_back() -> None:
+    s = Setup()
+    await s.publisher.publish()
+    s.manager.lose("http://engine-0")
+    s.manager.come_back(0)
+    await s.publisher._heal()
+    assert s.calls[-1] == "version 1"
+    await s.publisher.publish()
+    assert s.pauses == pytest.approx([0.25, 0.25], abs=1e-3)

@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from miles.ray.step_metrics import fully_async_driver_metrics
 from miles.utils.loop_lag import LoopLagWatch
+from miles.utils.misc import function_registry
 from miles.utils.types import Sample
 from tests.fast.fakes import FakeDataSource, FakeWeightVersion, GatedGeneration, answer, finished, group_indexes
 from tests.fast.rollout.fully_async_setup import build, fed_by_hand, running, train
 from tests.fast.virtual_time import settle, virtual
+
+if TYPE_CHECKING:
+    from miles.rollout._fully_async_buffer import DataBufferConstructorInput, DataBufferInput
 
 PREFIX = "rollout/fully_async/"
 BY_DRIVER = {"train_idle_fraction", "weight_update_pause_seconds"}
@@ -232,6 +236,106 @@ async def test_recycled_and_dropped_groups_and_their_tokens_by_reason(monkeypatc
         "tokens_wasted_max_retries": 2,
     }
     assert fully_async(output.metrics)["groups_pulled"] == 5
+
+
+@virtual
+async def test_with_the_handler_drop_what_is_aborted_or_stale_is_dropped_under_its_reason(monkeypatch):
+    """Two aborted groups, one stale and one good: 2 tokens each."""
+    pairs = [
+        finished(0, versions=("9",), status=Sample.Status.ABORTED),
+        finished(1, versions=("1",)),
+        finished(2, versions=("9",), status=Sample.Status.ABORTED),
+        finished(3, versions=("9",)),
+    ]
+    async with fed_by_hand(
+        monkeypatch, *pairs, rollout_batch_size=1, max_weight_staleness=2, async_unused_samples_handler="drop"
+    ) as fn:
+        fn._weight_version = FakeWeightVersion(9)
+        output = await fn(train())
+    assert group_indexes(output.samples) == [3]
+    assert wasted(output.metrics) == {
+        "groups_dropped_aborted": 2,
+        "groups_dropped_stale": 1,
+        "tokens_wasted_aborted": 4,
+        "tokens_wasted_stale": 2,
+    }
+
+
+class Choosy:
+    """A store that gives up groups 0 and 3 for good, and hands out the others."""
+
+    def __init__(self, input: DataBufferConstructorInput) -> None:
+        self.input = input
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def put(self, item: DataBufferInput) -> None:
+        if item.prompt_group[0].group_index in (0, 3):
+            self.input.unused_handler_fn(item.prompt_group)
+        else:
+            self.queue.put_nowait(item)
+
+    async def get(self, **context: Any) -> Any:
+        return await self.queue.get()
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("handler", "expected"),
+    [
+        # a retried group comes again at once, and is refused again: 0 twice, then it has used up its one retry
+        ("retry", {"groups_recycled_unused": 1, "groups_dropped_max_retries": 1}),
+        ("drop", {"groups_dropped_unused": 1}),
+    ],
+)
+def test_groups_that_a_custom_store_refuses_are_unused(monkeypatch, handler, expected):
+    """One group in flight at a time, batches of one: groups 0 and 1 come, and 0 is refused."""
+
+    @virtual
+    async def run() -> dict[str, Any]:
+        generate = TimedGeneration(g0=1, g1=2)
+        args = {"rollout_batch_size": 1, "async_max_concurrent_samples": 2, "async_max_group_retries": 1}
+        with function_registry.temporary("choosy", Choosy):
+            async with running(
+                monkeypatch,
+                generate,
+                **args,
+                async_unused_samples_handler=handler,
+                custom_async_data_buffer_path="choosy",
+            ) as fn:
+                output = await fn(train())
+                assert group_indexes(output.samples) == [1]
+                found.update(wasted(output.metrics))
+
+    found: dict[str, Any] = {}
+    run()
+    assert found == expected  # group 0 has answers of 0 tokens
+
+
+@virtual
+async def test_groups_that_were_in_flight_in_a_restored_state_are_recycled_in_the_first_step(monkeypatch):
+    """The state has two groups in flight and one queued; the first step after it reports two, the second none."""
+    generation = GatedGeneration()
+    async with running(monkeypatch, generation, rollout_batch_size=1, async_max_concurrent_samples=6) as fn:
+        call = asyncio.create_task(fn(train(0)))
+        await settle()
+        generation.finish(0, 1)
+        await call
+        fn.acknowledge(0)
+        await settle()
+        state = fn.snapshot()
+        in_flight = fn.ledger.in_flight
+        assert fn.queue_size == 1
+    generation = GatedGeneration()
+    async with running(monkeypatch, generation, rollout_batch_size=1, async_max_concurrent_samples=6) as fn:
+        fn.restore(state)
+        first = fully_async((await fn(train(1))).metrics)
+        await settle()
+        generation.finish(*generation.running[:1])
+        second = fully_async((await fn(train(2))).metrics)
+    assert (first["groups_recycled_restored"], second["groups_recycled_restored"]) == (in_flight, 0)
+    assert first["tokens_wasted_restored"] == 0  # what they had written by then is not known
 
 
 @virtual

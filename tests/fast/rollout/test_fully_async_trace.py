@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from miles.rollout._fully_async_groups import take_stock
 from miles.rollout._fully_async_ledger import DropReason, GroupLedger, RecycleReason
-from miles.rollout._fully_async_trace import GroupPhases, observe_groups
+from miles.rollout._fully_async_trace import GroupPhases, observe_rollout
 from tests.fast.fakes import answer, prompt_group
 
 EPOCH = 1000.0
@@ -48,7 +49,7 @@ def test_a_group_from_its_pull_to_its_training() -> None:
     assert [(p.phase, p.start - EPOCH, p.end - EPOCH, p.outcome) for p in taken] == [
         ("in flight", 0, 4, "queued"),
         ("queued", 4, 6, "drained"),
-        ("with the trainer", 6, 9, "trained"),
+        ("drained", 6, 9, "trained"),
     ]
     assert phases.take() == []
 
@@ -78,7 +79,7 @@ def test_a_batch_that_is_given_back_is_queued_again() -> None:
     for when, transition in ((1, lambda: ledger.drain(key, 0)), (2, lambda: ledger.queue(key))):
         clock.now = when
         transition()
-    assert told(phases) == [(0, "queued", 0, 1, "drained"), (0, "with the trainer", 1, 2, "queued")]
+    assert told(phases) == [(0, "queued", 0, 1, "drained"), (0, "drained", 1, 2, "queued")]
 
 
 def test_past_its_limit_it_keeps_nothing() -> None:
@@ -86,17 +87,41 @@ def test_past_its_limit_it_keeps_nothing() -> None:
     for _ in range(5):
         key = ledger.pull(prompt_group(0))
         ledger.drop(key, DropReason.FILTERED)
-    assert len(phases.take()) == 2 and phases._since == {}
+    assert len(phases.take()) == 2 and phases._open == {}
 
 
-def test_only_a_rollout_function_with_a_ledger_is_observed() -> None:
-    class Rollout:
-        observers: list[Any]
+def test_what_goes_on_when_the_run_ends_ends_with_it() -> None:
+    ledger, clock, phases = books()
+    ledger.pull(prompt_group(0))
+    clock.now = 3
+    phases.end(5.0)
+    (phase,) = phases.take()
+    assert (phase.phase, phase.end - EPOCH, phase.outcome, phase.is_last) == ("in flight", 5, "the run ends", True)
 
-        def __init__(self) -> None:
-            self.observers = []
 
-    assert observe_groups(object(), 100) is None
-    assert observe_groups(Rollout(), 0) is None
-    rollout = Rollout()
-    assert rollout.observers == [] and observe_groups(rollout, 100) is rollout.observers[0]
+def test_only_the_end_of_a_pull_is_its_last_phase() -> None:
+    ledger, _, phases = books()
+    key = ledger.enter(prompt_group(0))
+    ledger.drain(key, 0)
+    ledger.queue(key)
+    ledger.drain(key, 1)
+    ledger.train(key)
+    assert [phase.is_last for phase in phases.take()] == [False, False, False, True]
+
+
+class Rollout:
+    """A rollout function with a ledger."""
+
+    def __init__(self) -> None:
+        self.observers: list[Any] = []
+        self.state = SimpleNamespace(attempts=None)
+
+
+def test_groups_are_noted_where_there_is_a_ledger_and_samples_where_there_is_a_state() -> None:
+    assert observe_rollout((Rollout(),), 0) is None
+    nothing = observe_rollout((object(), None), 100)
+    assert nothing is not None and nothing.end() == []
+    train, evaluation = Rollout(), Rollout()
+    assert observe_rollout((train, evaluation), 100) is not None
+    assert len(train.observers) == 1 and evaluation.observers == []
+    assert train.state.attempts is evaluation.state.attempts is not None

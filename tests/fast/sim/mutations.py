@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import miles.rollout._fully_async_wait as waiting
 import miles.rollout.fully_async_rollout as heart
+from miles.rollout._fully_async_errors import no_progress
 from miles.rollout._fully_async_finished import FinishedGroups
+from miles.rollout._fully_async_patience import Patience
 from miles.rollout._fully_async_prompts import PromptSupply
+from miles.rollout._fully_async_refusals import Refusals
 from miles.rollout._fully_async_snapshot import Moment
 from miles.rollout._fully_async_tasks import GroupTasks
 from miles.rollout._fully_async_trainer import TrainerSide
 from miles.rollout._fully_async_versions import WeightVersions
+from miles.rollout._submission_gate import PausableSubmission
 from miles.rollout.fully_async_rollout import FullyAsyncRolloutFn
 from miles.utils.types import Sample
 from miles.utils.user_calls import UserCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     import pytest
 
@@ -160,6 +166,65 @@ def eval_forgets_to_resume(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FullyAsyncRolloutFn, "resume_submission", lambda self: None)
 
 
+def eval_resumes_only_where_it_ends_well(patch: pytest.MonkeyPatch) -> None:
+    """An evaluation that fails or is cancelled leaves submission paused."""
+
+    @asynccontextmanager
+    async def careless(self: PausableSubmission) -> AsyncIterator[None]:
+        self.pause_submission()
+        yield
+        self.resume_submission()
+
+    patch.setattr(PausableSubmission, "submission_paused", careless)
+
+
+def resume_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
+    """The gate opens, and the worker that waits before it is not told."""
+    patch.setattr(FullyAsyncRolloutFn, "resume_submission", PausableSubmission.resume_submission)
+
+
+def no_progress_never_noticed(patch: pytest.MonkeyPatch) -> None:
+    """A call waits for ever, whatever --no-progress-timeout says."""
+    patch.setattr(Patience, "is_over", lambda self, now: False)
+
+
+def no_progress_noticed_at_the_next_warning(patch: pytest.MonkeyPatch) -> None:
+    """A call looks at its limit only when it looks whether to warn."""
+    patch.setattr(Patience, "next_look", lambda self, now: self._warned + self._warn_every - now)
+
+
+def stuck_groups_not_listed(patch: pytest.MonkeyPatch) -> None:
+    """The error says that there is no progress and not of what."""
+    patch.setattr(waiting, "no_progress", lambda waited, stuck, now: no_progress(waited, [], now))
+
+
+def empty_batches_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """Groups are turned down for ever, whatever --max-empty-batches says."""
+    patch.setattr(Refusals, "require_budget", lambda self: None)
+
+
+def kept_group_does_not_renew_the_budget(patch: pytest.MonkeyPatch) -> None:
+    """Groups that were turned down are counted over the whole run, not in a row."""
+    patch.setattr(Refusals, "one_was_kept", lambda self: None)
+
+
+def data_ends_while_groups_are_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """The data source has no more prompts: that is taken for the end."""
+
+    def hasty(self: FullyAsyncRolloutFn) -> None:
+        self._wake.set()
+        for waiter in self._end_waiters if self._prompts.ended else ():
+            if not waiter.done():
+                waiter.set_result(None)
+
+    patch.setattr(FullyAsyncRolloutFn, "_look_again", hasty)
+
+
+def group_refused_by_a_store_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A custom store gives a group up, and nobody takes it back."""
+    patch.setattr(Refusals, "unused_by_store", lambda self, prompt_group: None)
+
+
 MUTATIONS: tuple[Mutation, ...] = (
     cursor_advanced_at_pull,
     staleness_checked_at_the_drain,
@@ -173,4 +238,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     acknowledged_batch_given_back,
     recycled_group_not_reset,
     eval_forgets_to_resume,
+    eval_resumes_only_where_it_ends_well,
+    resume_wakes_nobody,
+    no_progress_never_noticed,
+    no_progress_noticed_at_the_next_warning,
+    stuck_groups_not_listed,
+    empty_batches_not_counted,
+    kept_group_does_not_renew_the_budget,
+    data_ends_while_groups_are_in_flight,
+    group_refused_by_a_store_is_forgotten,
 )

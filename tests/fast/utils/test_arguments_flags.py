@@ -167,6 +167,7 @@ SAMPLES = {
     "--expert-tensor-parallel-size": "1",
     "--actor-num-nodes": "1",
     "--rollout-num-gpus-per-engine": "1",
+    "--rollout-external-engine-addrs": "127.0.0.1:30000",
     "--hidden-dropout": "0.0",
     "--attention-dropout": "0.0",
     "--num-layers": "2",
@@ -179,6 +180,14 @@ SAMPLES = {
     "--norm-epsilon": "1e-6",
     "--rotary-base": "10000",
     "--rotary-percent": "1.0",
+    "--num-experts": "0",
+    "--moe-router-topk": "0",
+    "--moe-ffn-hidden-size": "0",
+    "--moe-shared-expert-intermediate-size": "0",
+    "--moe-layer-freq": "[1]*48",
+    "--moe-router-score-function": "softmax",
+    "--decoder-first-pipeline-num-layers": "1",
+    "--decoder-last-pipeline-num-layers": "1",
     "--max-position-embeddings": "512",
 }
 COMPANIONS = {
@@ -190,6 +199,12 @@ COMPANIONS = {
     "--mask-offpolicy-in-partial-rollout": ("--partial-rollout",),
     "--advantage-estimator": ("--normalize-advantages",),
     "--rollout-max-prompt-len": ("--rollout-max-context-len", "64"),
+    "--recompute-granularity": ("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    "--moe-enable-deepep": ("--moe-token-dispatcher-type", "flex"),
+    "--decoder-first-pipeline-num-layers": ("--pipeline-model-parallel-size", "2"),
+    "--decoder-last-pipeline-num-layers": ("--pipeline-model-parallel-size", "2"),
+    "--rollout-external": ("--rollout-external-engine-addrs", "127.0.0.1:30000"),
+    "--rollout-external-engine-addrs": ("--rollout-external",),
 }
 NEEDS_MORE = {
     "--use-wandb": "the package wandb",
@@ -198,6 +213,7 @@ NEEDS_MORE = {
     "--custom-config-path": "a YAML file; tests of its own",
     "--add-qkv-bias": "a Qwen2 checkpoint",
     "--untie-embeddings-and-output-weights": "an untied checkpoint",
+    "--moe-router-pre-softmax": "a checkpoint with experts",
 }
 
 
@@ -261,8 +277,8 @@ def test_each_refused_value_says_why_and_what_instead(
 
 def test_everything_that_is_refused_is_listed_at_once(command_line: CommandLine):
     with pytest.raises(ValueError) as error:
-        command_line.parse("--use-opd", "--lora-rank", "8", "--tensor-model-parallel-size", "2")
-    assert all(flag in str(error.value) for flag in ("--use-opd", "--lora-rank", "--tensor-model-parallel-size 2"))
+        command_line.parse("--use-opd", "--lora-rank", "8", "--train-backend", "fsdp")
+    assert all(flag in str(error.value) for flag in ("--use-opd", "--lora-rank", "--train-backend fsdp"))
 
 
 def test_a_refused_flag_at_its_default_is_accepted_and_stays_on_args(command_line: CommandLine):
@@ -340,6 +356,15 @@ def test_every_accepted_flag_is_read_somewhere():
 def test_an_unknown_flag_gets_close_matches(command_line: CommandLine):
     with pytest.raises(ValueError, match="unknown flag --rollout-batchsize; did you mean --rollout-batch-size"):
         command_line.parse("--rollout-batchsize", "4")
+
+
+def test_a_family_of_flags_is_refused_without_a_list_of_them(command_line: CommandLine):
+    with pytest.raises(ValueError) as error:
+        command_line.parse("--eval-sglang-mem-fraction-static", "0.5")
+    assert str(error.value) == (
+        "--eval-sglang-mem-fraction-static is not available: engines that only evaluate (--eval-num-gpus) are started "
+        "with the flags of the engines that generate. Instead: set --sglang-*, which holds for both."
+    )
 
 
 @pytest.mark.parametrize(

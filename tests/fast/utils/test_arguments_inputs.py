@@ -61,8 +61,8 @@ class TestCheckpoint:
         assert "is not a safetensors file, or was cut off (0 bytes)" in refused(command_line)
 
     def test_must_be_a_model_that_can_be_built(self, command_line: CommandLine):
-        (command_line.checkpoint / "config.json").write_text(json.dumps({**HF_CONFIG, "model_type": "qwen3_moe"}))
-        assert "'qwen3_moe' is not supported; supported: qwen3" in refused(command_line)
+        (command_line.checkpoint / "config.json").write_text(json.dumps({**HF_CONFIG, "model_type": "mixtral"}))
+        assert "'mixtral' is not supported; supported: qwen3" in refused(command_line)
 
     @pytest.mark.parametrize(
         ("flags", "says"),
@@ -82,6 +82,8 @@ class TestCheckpoint:
             (["--add-qkv-bias"], False),
             (["--normalization", "LayerNorm"], "RMSNorm"),
             (["--position-embedding-type", "learned_absolute"], "rope"),
+            (["--num-experts", "8"], 0),
+            (["--moe-router-score-function", "sigmoid"], "softmax"),
         ],
     )
     def test_decides_the_shape(self, flags: list[str], says: object, command_line: CommandLine):
@@ -317,7 +319,7 @@ class TestConfigFile:
             ("- a\n- b", "must be a mapping of names to values"),
             ("a: [", "is not valid YAML"),
             ("use_opd: true", "--use-opd is not available"),
-            ("tensor_model_parallel_size: 2", "--tensor-model-parallel-size 2 is not available"),
+            ("train_backend: fsdp", "--train-backend fsdp is not available"),
         ],
     )
     def test_is_checked(self, text: str, message: str, command_line: CommandLine):

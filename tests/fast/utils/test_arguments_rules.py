@@ -41,11 +41,24 @@ def test_batch_and_steps_follow_from_each_other(flags: list[str], batch: int, st
             "--global-batch-size 4 x --num-steps-per-rollout 2 is not --rollout-batch-size 4 x --n-samples",
         ),
         (["--actor-num-gpus-per-node", "3"], "--global-batch-size 16 does not divide among 3 data-parallel ranks"),
+        (["--tensor-model-parallel-size", "4"], "(2 ranks) must be a multiple of the model-parallel size (4)"),
+        (["--expert-model-parallel-size", "2"], "this model has no experts"),
+        (
+            ["--actor-num-nodes", "2", "--tensor-model-parallel-size", "4"],
+            "--tensor-model-parallel-size 4 does not divide the model's 2 key/value heads",
+        ),
+        (["--use-distributed-optimizer", "--optimizer", "sgd"], "--use-distributed-optimizer needs --optimizer adam"),
+        (["--recompute-granularity", "full"], "needs --recompute-method and --recompute-num-layers"),
+        (["--moe-enable-deepep"], "--moe-enable-deepep needs --moe-token-dispatcher-type flex"),
         (
             ["--micro-batch-size", "3"],
             "gives 8 samples to each of 2 ranks, which do not divide into --micro",
         ),
         (["--use-dynamic-batch-size"], "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        (
+            ["--share-one-gpu"],
+            "--share-one-gpu is for one trainer rank and one engine, got --actor-num-nodes 1, --actor",
+        ),
         (
             ["--use-dynamic-global-batch-size", "--num-steps-per-rollout", "2"],
             "--use-dynamic-global-batch-size makes one step of a rollout, but --num-steps-per-rollout is 2",
@@ -250,9 +263,11 @@ def test_each_run_gets_its_own_directory(command_line: CommandLine):
         (["--lr-decay-style", "constant", "--min-lr", "0"], "have no effect with --lr-decay-style constant"),
         (["--wandb-group", "mine"], "no effect without --use-wandb: --wandb-group"),
         (["--n-samples-per-prompt", "1"], "so nothing is learned"),
-        (["--sequence-parallel"], "--sequence-parallel has no effect here because"),
+        (["--sequence-parallel"], "--sequence-parallel has no effect with --tensor-model-parallel-size 1"),
+        (["--optimizer-cpu-offload"], "no effect without a GPU, where optimizer states are in CPU memory anyway"),
+        (["--recompute-method", "block"], "have no effect without --recompute-granularity full"),
         (["--no-rope-fusion"], "has no effect here because this kernel fusion is off already"),
-        (["--moe-permute-fusion"], "--moe-permute-fusion has no effect here because dense models have no experts"),
+        (["--moe-token-dispatcher-type", "allgather"], "allgather has no effect: alltoall is used"),
         (["--attention-backend", "flash"], "--attention-backend has no effect here because"),
         (["--router-retry-max-retries", "2"], "no effect, since miles' own client decides"),
         (
@@ -275,41 +290,6 @@ def test_a_command_line_without_idle_values_warns_of_nothing(
 ):
     command_line.parse("--fully-async", "--max-weight-staleness", "2", "--sglang-server-concurrency", "64")
     assert caplog.records == []
-
-
-@pytest.mark.parametrize(
-    ("cuda", "sglang", "message"),
-    [
-        (False, False, "there is no CUDA device here. Instead: --rollout-engine embedded"),
-        (False, True, "there is no CUDA device here. Instead: --rollout-engine embedded"),
-        (True, False, "there is no sglang here. Instead: --rollout-engine embedded"),
-        (True, True, "--rollout-engine sglang is not available: SGLang servers are not available in this release"),
-    ],
-)
-def test_the_default_engine_is_sglang_where_it_can_run(
-    cuda: bool, sglang: bool, message: str, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("miles.utils.arguments.cuda_device_present", lambda: cuda)
-    monkeypatch.setattr("miles.utils.arguments.sglang_installed", lambda: sglang)
-    with pytest.raises(ValueError) as error:
-        command_line.parse(without=("--rollout-engine",))
-    assert message in str(error.value)
-
-
-def test_sglang_is_refused_with_a_pointer(command_line: CommandLine):
-    with pytest.raises(ValueError, match=r"--rollout-engine sglang is not available.*--rollout-engine embedded"):
-        command_line.parse("--rollout-engine", "sglang")
-
-
-def test_with_sglang_in_place_needs_the_prefix_cache_off(command_line: CommandLine):
-    from miles.backends.sglang_utils.flags import validate
-
-    args = command_line.parse("--pause-generation-mode", "in_place")
-    args.rollout_engine = "sglang"
-    with pytest.raises(ValueError, match=r"in_place .* needs --sglang-disable-radix-cache"):
-        validate(args)
-    args.sglang_disable_radix_cache = True
-    validate(args)
 
 
 def test_devices_follow_the_machine(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch):
@@ -346,7 +326,7 @@ def test_independent_mistakes_are_reported_together(command_line: CommandLine):
     lines = lines_of(
         command_line,
         *("--fully-async", "--partial-rollout", "--rollout-all-samples-process-path", "json.dumps"),
-        *("--lora-rank", "8", "--tensor-model-parallel-size", "4"),
+        *("--lora-rank", "8", "--train-backend", "fsdp"),
         *(
             "--global-batch-size",
             "6",
@@ -362,7 +342,7 @@ def test_independent_mistakes_are_reported_together(command_line: CommandLine):
         "--fully-async does not go together with --partial-rollout:",
         "--fully-async does not go together with --rollout-all-samples-process-path:",
         "--lora-rank is not available:",
-        "--tensor-model-parallel-size 4 is not available:",
+        "--train-backend fsdp is not available:",
         "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16 samples do not divide",
         "--min-lr (1.0) must not be above --lr",
         "--update-weights-interval must be greater than 0",
@@ -374,8 +354,7 @@ def test_independent_mistakes_are_reported_together(command_line: CommandLine):
 
 
 def test_a_refused_value_causes_no_further_mistakes(command_line: CommandLine):
-    # Two ranks do not divide among four, but that is not what the user has to change.
-    assert len(lines_of(command_line, "--tensor-model-parallel-size", "4")) == 1
+    assert len(lines_of(command_line, "--advantage-estimator", "ppo", "--kl-coef", "0.1")) == 1
     assert len(lines_of(command_line, "--rollout-engine", "sglang")) == 1
 
 

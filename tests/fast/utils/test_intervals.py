@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,28 @@ def test_merging_joins_what_touches_and_forgets_what_is_empty() -> None:
 
 def test_a_moment_counts_once_however_many_intervals_cover_it() -> None:
     assert intervals.total([(0, 10), (2, 3), (5, 12)]) == 12
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([], [(0, 1)], []),
+        ([(0, 1)], [], [(0, 1)]),
+        ([(0, 10)], [(2, 3), (5, 20)], [(0, 2), (3, 5)]),
+        ([(0, 4), (6, 10)], [(3, 7)], [(0, 3), (7, 10)]),
+        ([(2, 4), (1, 3)], [(0, 9)], []),
+        ([(0, 3), (4, 8), (9, 12)], [(1, 10)], [(0, 1), (10, 12)]),
+    ],
+)
+def test_difference(first: list[Any], second: list[Any], expected: list[Any]) -> None:
+    assert intervals.difference(first, second) == expected
+
+
+@given(spans, spans)
+def test_difference_against_cells(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    left = intervals.difference(first, second)
+    assert cells(left) == cells(first) - cells(second)
+    assert left == intervals.merged(left)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from miles.utils.run_picture import draw_step_time, running_mean, zoom_window
+from miles.utils.run_picture import draw_idle, draw_step_time, draw_wasted, running_mean, zoom_window
 from miles.utils.run_report import (
     format_summary,
+    generating,
     loop_window,
     main,
     read_json_lines,
@@ -90,6 +91,49 @@ def test_times_count_the_training_loop_only() -> None:
     assert times["trainer_waited_share"] == pytest.approx(0.125)
     assert times["eval"] == 5.0
     assert times["step_mean"] == 1.0
+
+
+def test_generation_does_not_count_the_pauses_of_weight_updates() -> None:
+    """Requests stay in flight while the engines are paused, and nothing is written."""
+    lanes = {
+        "generation": [(0.0, 10.0), (12.0, 20.0)],
+        "wait": [(0.0, 2.0), (11.0, 12.0)],
+        "training": [(2.0, 6.0), (12.0, 18.0)],
+        "weight_update": [(6.0, 8.0), (18.0, 20.0)],
+        "pause": [(6.5, 7.5), (11.0, 11.5), (18.0, 19.75)],  # one while nothing was in flight
+    }
+    assert generating(lanes) == [(0.0, 6.5), (7.5, 10.0), (12.0, 18.0), (19.75, 20.0)]
+    times = summarize([step(0, 1.0)], lanes)["time"]
+    assert times["generation"] == 6.5 + 2.5 + 6.0 + 0.25
+    assert times["overlap"] == 4.0 + 6.0
+    assert times["weight_update"] == 4.0
+
+
+def test_tokens_and_idle_sides_over_the_run() -> None:
+    def fully_async(index: int, seconds: float, **metrics: float) -> dict[str, Any]:
+        named = {f"rollout/fully_async/{name}": value for name, value in metrics.items()}
+        return step(index, 1.0, **{"perf/step_time": seconds, **named})
+
+    steps = [
+        fully_async(
+            0, 1.0, generation_idle_fraction=0.5, train_idle_fraction=0.1, tokens_generated=100, tokens_trained=60
+        ),
+        fully_async(
+            1,
+            3.0,
+            generation_idle_fraction=0.1,
+            train_idle_fraction=0.3,
+            tokens_generated=200,
+            tokens_trained=150,
+            tokens_wasted_stale=40,
+            tokens_wasted_max_retries=0,
+        ),
+    ]
+    summary = summarize(steps, {})
+    assert summary["tokens"] == {"generated": 300, "trained": 210, "wasted": {"stale": 40}}
+    assert summary["idle"] == pytest.approx({"generation": 0.2, "train": 0.25})
+    assert "300 generated, 210 trained, 40 thrown away (stale 40)" in format_summary(summary)
+    assert summarize([step(0, 1.0)], {})["idle"] == {"generation": None, "train": None}
 
 
 def test_staleness_weighs_each_group_alike() -> None:
@@ -195,6 +239,34 @@ def test_the_legend_of_step_times_lies_beside_the_data(tmp_path: Path) -> None:
     legend = axes.get_legend()
     assert legend is not None
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+
+
+def test_the_picture_shows_what_was_thrown_away_and_who_was_idle() -> None:
+    from matplotlib.figure import Figure
+
+    prefix = "rollout/fully_async/"
+    steps = [
+        step(
+            i,
+            1.0,
+            **{
+                f"{prefix}tokens_generated": 100,
+                f"{prefix}tokens_wasted_stale": 20 * i,
+                f"{prefix}tokens_wasted_aborted": 10,
+                f"{prefix}tokens_wasted_filtered": 0,
+                f"{prefix}generation_idle_fraction": 0.25,
+                f"{prefix}train_idle_fraction": 0.5,
+            },
+        )
+        for i in range(3)
+    ]
+    wasted, idle = Figure().subplots(2)
+    draw_wasted(wasted, steps)
+    assert [text.get_text() for text in wasted.get_legend().get_texts()] == ["aborted", "stale"]
+    assert [bar.get_height() for bar in wasted.patches] == pytest.approx([0.1, 0.1, 0.1, 0.0, 0.2, 0.4])
+    assert [bar.get_y() for bar in wasted.patches] == pytest.approx([0, 0, 0, 0.1, 0.1, 0.1])  # on top of the others
+    draw_idle(idle, steps)
+    assert [list(line.get_ydata()) for line in idle.lines[1::2]] == [[0.25] * 3, [0.5] * 3]
 
 
 def test_the_detailed_timeline_shows_a_dozen_steps_from_the_middle() -> None:

@@ -65,9 +65,13 @@ def test_logprobs_equal_a_full_forward_whatever_runs_beside(model_dir: Path, ref
     assert scheduler.num_running == 0
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"]
+)
 def test_other_architectures_equal_a_full_forward(tmp_path: Path, architecture: str) -> None:
-    extra = {"sliding_window": None} if architecture.startswith("Mistral") else {}
+    extra: dict[str, Any] = {"sliding_window": None} if architecture.startswith("Mistral") else {}
+    if architecture.startswith("Qwen3Moe"):
+        extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     if architecture.startswith("Qwen2"):
         extra["head_dim"] = 8  # that model derives it from the hidden size
     directory = write_model(tmp_path, architecture=architecture, tie_word_embeddings=False, **extra)

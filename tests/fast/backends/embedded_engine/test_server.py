@@ -126,6 +126,7 @@ async def test_generate_answers_ids_text_and_logprobs(client: Client) -> None:
     meta = answer["meta_info"]
     assert answer["text"] == char_text(answer["output_ids"])
     assert meta["id"] == "mine"
+    assert meta["engine_url"].startswith("http://")
     assert meta["finish_reason"] == {"type": "length", "length": 5}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["output_token_logprobs_length"]) == (6, 5, 5)
     assert meta["weight_version"] == "default"
@@ -321,6 +322,19 @@ async def test_health_answers_at_once_while_paused_and_health_generate_times_out
             {"message": "Generation continued successfully.", "status": "ok"},
         )
         assert await client.get("/health_generate") == (200, "")
+
+
+async def test_a_full_engine_that_goes_on_generating_is_healthy(model_dir: Path) -> None:
+    """The token that /health_generate asks for waits behind what runs, for longer than the health timeout."""
+    async with serving(EngineConfig(str(model_dir), max_running_requests=1, health_timeout=0.2)) as client:
+        tasks = await client.start()
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 480, "ignore_eos": True}}
+        tasks += [asyncio.create_task(client.post("/generate", body)) for _ in range(3)]
+        await client.until(lambda state: state["num_waiting_reqs"] == 3)
+        assert await client.get("/health_generate") == (200, "")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_pause_abort_ends_what_runs_and_holds_what_comes(client: Client) -> None:

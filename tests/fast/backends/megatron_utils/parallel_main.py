@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from miles.utils.network import find_available_port
@@ -42,6 +43,15 @@ class Job:
     port: int = 0
 
 
+def spread_of_logits(args: Any, batch: Any, logits: torch.Tensor, reduce: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A loss function of the user's: it sees the logits of the whole vocabulary."""
+    ends = torch.tensor(batch["total_lengths"]).cumsum(0).tolist()
+    spread = logits.float().var(dim=-1)
+    rows = [spread[end - length - 1 : end - 1] for end, length in zip(ends, batch["response_lengths"], strict=True)]
+    loss = reduce(torch.cat(rows))
+    return loss, {"spread": loss}
+
+
 def share(shard: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     """Every `size`-th sample; the batch-wide number stays."""
     return {key: value[rank::size] if isinstance(value, list) else value for key, value in shard.items()}
@@ -65,7 +75,7 @@ def run(job: Job, *, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
     """Train the job's rollouts; the numbers to compare. Weights are on rank 0 only."""
     with trainer_for(job, rank, world_size) as trainer:
         if job.resume:
-            trainer.load()
+            assert trainer.load() == job.rollouts[0]
         metrics = []
         for rollout in job.rollouts:
             shard = make_shard(seed=rollout)
@@ -101,6 +111,21 @@ def run_world(jobs: Sequence[Job], world_size: int, directory: Path, timeout: fl
             process.kill()
     assert [process.returncode for process in processes] == [0] * world_size, "\n".join(logs)
     return [torch.load(out, weights_only=True) for out in outputs]
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any], where: Any, tolerance: float = 1e-5) -> None:
+    for want, got in zip(expected["metrics"], found["metrics"], strict=True):
+        # Experts have parameter groups, and so learning rates, of their own.
+        names = {key for key in want if not key.startswith(("perf/", "train/lr-pg_"))}
+        assert names <= got.keys(), where
+        for key in names:
+            assert got[key] == pytest.approx(want[key], abs=tolerance), (where, key)
+    if not found["weights"]:
+        return
+    assert found["weights"].keys() == expected["weights"].keys(), where
+    for key, tensor in expected["weights"].items():
+        difference = (found["weights"][key] - tensor).abs().max().item()
+        assert difference <= tolerance, (where, key, difference)
 
 
 if __name__ == "__main__":

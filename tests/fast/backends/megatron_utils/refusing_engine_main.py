@@ -1,6 +1,6 @@
-"""An engine that joins the weight-update group and then refuses the weights: `python -m ... PORT [deaf]`.
+"""An engine that joins the weight-update group and then refuses the weights: `python -m ... PORT [deaf|unwilling]`.
 
-A deaf one does not leave the group when it is told to.
+A deaf one does not leave the group when it is told to; an unwilling one refuses to join.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         payload = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        if self.path == "/init_weights_update_group" and "unwilling" in sys.argv:
+            self._answer(400, {"success": False, "message": "will not join"})
+            return
         if self.path == "/init_weights_update_group":
             groups.append(
                 init_process_group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,3 +254,55 @@ def test_a_checkpoint_serves_as_reference_model(
     assert trainer_of(args).train(0, make_shard(seed=0))["train/kl_loss"] > 0
     with pytest.raises(ValueError, match=r"no config\.json"):
         trainer_of(make_args(checkpoints["qwen3-tied"], use_kl_loss=True, ref_load=str(tmp_path / "nowhere")))
+
+
+def test_a_set_is_written_beside_the_training_and_holds_the_state_of_its_moment(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from miles.backends.megatron_utils import checkpoint
+
+    may_write = threading.Event()
+    write_part = checkpoint.write_part
+
+    def held_back(*call: Any) -> None:
+        assert may_write.wait(30)
+        write_part(*call)
+
+    monkeypatch.setattr(checkpoint, "write_part", held_back)
+    args = make_args(checkpoints["qwen3-tied"], save=str(tmp_path), async_save=True, **SCHEDULE)
+    trainer = trainer_of(args)
+    run(trainer, range(2))
+    expected = {n: t.clone() for n, t in trainer.hf_named_tensors()}
+    path = Path(trainer.save(1))
+    later = run(trainer, range(2, 4))  # the weights move on while the set is not on disk yet
+    assert not path.exists() and checkpoint_set.newest_readable(tmp_path) is None
+    may_write.set()
+    trainer.finish_saving()
+    assert verify(path) is None and (tmp_path / POINTER).read_text(encoding="utf-8").strip() == "1"
+
+    resumed = trainer_of(make_args(checkpoints["qwen3-tied"], load=str(tmp_path), **SCHEDULE))
+    assert resumed.load() == 2
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.hf_named_tensors())
+    again = run(resumed, range(2, 4))
+    assert [m["train/loss"] for m in again] == pytest.approx([m["train/loss"] for m in later], abs=1e-6)
+
+
+def test_a_set_that_could_not_be_written_beside_the_training_is_an_error_of_the_next_save(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from miles.backends.megatron_utils import checkpoint_files
+
+    def full(*call: Any) -> None:
+        raise OSError("No space left on device")
+
+    trainer = trainer_of(make_args(checkpoints["qwen3-tied"], save=str(tmp_path), async_save=True, **SCHEDULE))
+    run(trainer, range(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "write_file", full)
+        trainer.save(0)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.finish_saving()
+    assert not list(tmp_path.iterdir()), "nothing of it stays behind"
+    assert verify(Path(trainer.save(0))) is not None, "not there yet"
+    trainer.finish_saving()
+    assert verify(tmp_path / "iter_0000000") is None

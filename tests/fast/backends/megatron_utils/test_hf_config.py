@@ -70,3 +70,9 @@ def test_config_written_by_transformers_5_is_read(tmp_path: Path) -> None:
     raw = {**CONFIGS["qwen3-tied"], "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     assert HFModelConfig.from_dir(tmp_path) == parse()
+
+
+def test_the_number_of_experts_may_have_the_name_that_transformers_5_writes() -> None:
+    raw = {**CONFIGS["qwen3-moe"]}
+    raw["num_local_experts"] = raw.pop("num_experts")
+    assert parse_hf_config(raw, source="config.json") == parse_hf_config(CONFIGS["qwen3-moe"], source="config.json")

@@ -299,3 +299,14 @@ def test_the_first_difference_is_named(engine: dict[str, str], words: str) -> No
 def test_wrong_flags_are_named(flags: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--" + next(iter(flags)).replace("_", "-")):
         WeightUpdateConfig.from_args(Namespace(**flags))
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "shares", "backend"),
+    [(True, False, "nccl"), (True, True, "gloo"), (False, False, "gloo"), (False, True, "gloo")],
+)
+def test_trainer_and_engine_on_one_gpu_meet_in_host_memory(
+    on_gpu: bool, shares: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    assert WeightUpdateConfig.from_args(Namespace(share_one_gpu=shares)).backend == backend

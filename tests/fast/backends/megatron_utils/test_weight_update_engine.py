@@ -24,23 +24,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[4]
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"), pytest.mark.timeout(180)]
 
 
 @contextmanager
 def process(*command: str) -> Iterator[str]:
     """Run `python -m <command> --port`-style server processes; yields the URL once it answers /health."""
+    with process_with_pid(*command) as (url, _):
+        yield url
+
+
+@contextmanager
+def process_with_pid(*command: str) -> Iterator[tuple[str, int]]:
     port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     full = [sys.executable, "-m", *(part.replace("PORT", str(port)) for part in command)]
     server = subprocess.Popen(full, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + 55
         while not _healthy(url):
             assert server.poll() is None and time.monotonic() < deadline, f"{full} did not start"
             time.sleep(0.1)
-        yield url
+        yield url, server.pid
     finally:
         server.send_signal(signal.SIGKILL)
         server.wait()
@@ -69,6 +75,14 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[str]:
         module, "--model-path", str(checkpoints["qwen3-tied"]), "--host", "127.0.0.1", "--port", "PORT"
     ) as url:
         yield url
+
+
+@pytest.fixture
+def victim(checkpoints: dict[str, Path]) -> Iterator[tuple[str, int]]:
+    """URL and process of a second engine, to be killed or stopped."""
+    module = "miles.backends.embedded_engine"
+    with process_with_pid(module, "--model-path", str(checkpoints["qwen3-tied"]), "--port", "PORT") as found:
+        yield found
 
 
 @pytest.fixture(scope="module", params=["leaves", "deaf"])
@@ -160,6 +174,115 @@ def test_a_refusal_fails_the_update_at_once_and_the_next_one_works(
     trainer.update_weights()
     answer = call(engine, "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
     assert answer["meta_info"]["weight_version"] == "1"
+
+
+@pytest.mark.parametrize("first", ["victim", "survivor"])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_lost_within_a_bucket_is_named_and_the_rest_is_updated_under_the_same_version(
+    engine: str,
+    victim: tuple[str, int],
+    trainer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    sent: signal.Signals,
+    first: str,
+) -> None:
+    """`first`: who comes first in the group, and may pass the broadcast on to the other."""
+    from dataclasses import replace
+
+    from miles.backends.megatron_utils.update_group import UpdateGroup
+
+    url, pid = victim
+    trainer._update_config = replace(trainer._update_config, buffer_bytes=20_000, timeout_secs=4.0)
+    trainer.weight_version = 6
+    trainer.connect_engines([url, engine] if first == "victim" else [engine, url])
+    broadcast, started = UpdateGroup.broadcast, []
+
+    def lose_it_in_the_second_bucket(self: UpdateGroup, tensors: Any) -> None:
+        started.append(tensors)
+        if len(started) == 2:
+            os.kill(pid, sent)
+        broadcast(self, tensors)
+
+    monkeypatch.setattr(UpdateGroup, "broadcast", lose_it_in_the_second_bucket)
+    before = call(engine, "/weights_checker", {"action": "checksum"})
+    trainer.train(0, make_shard(seed=0))
+    start = time.monotonic()
+    with pytest.raises(WeightUpdateError) as error:
+        trainer.update_weights()
+    assert time.monotonic() - start < 20
+    assert error.value.engine_urls == (url,) and error.value.engine_url == url
+    assert trainer.weight_version == 6
+    assert call(engine, "/weights_checker", {"action": "checksum"}) == before, "what had arrived is dropped"
+    assert call(engine, "/server_info")["internal_states"][0]["paused"] is not None
+
+    with pytest.raises(WeightUpdateError) as error:
+        trainer.connect_engines([engine, url])
+    assert error.value.engine_urls == (url,)
+    trainer.connect_engines([engine])
+    trainer.connect_engines([engine])
+    trainer.update_weights()
+    answer = call(engine, "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
+    assert answer["meta_info"]["weight_version"] == "7" == str(trainer.weight_version)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_ranks_that_share_the_model_update_and_fail_together(
+    engine: str, checkpoints: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
+    """A refusal on rank 0 must not leave the other rank in a gather."""
+    port = free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    module = "tests.fast.backends.megatron_utils.update_ranks_main"
+    arguments = [str(port), str(checkpoints["qwen3-tied"]), engine]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), *arguments, str(tmp_path / str(rank)), layout],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    first, second = (json.loads((tmp_path / str(rank)).read_text(encoding="utf-8")) for rank in range(2))
+    assert first.pop("bytes") > 40_000 and second.pop("bytes") is None
+    assert first == second == {"culprit": "http://culprit", "version then": 1, "version": 2}
+    answer = call(engine, "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
+    assert answer["meta_info"]["weight_version"] == "2"
+
+
+def test_an_engine_that_comes_back_joins_the_next_group(engine: str, victim: tuple[str, int], trainer: Any) -> None:
+    trainer.connect_engines([engine])
+    trainer.update_weights()
+    trainer.connect_engines([engine, victim[0]])
+    trainer.update_weights()
+    assert {call(url, "/model_info")["weight_version"] for url in (engine, victim[0])} == {"2"}
+
+
+def test_a_group_that_does_not_come_about_is_given_up_on_all_sides(
+    engine: str, trainer: Any, checkpoints: dict[str, Path]
+) -> None:
+    """The engine that has joined must not wait for the other one until its own timeout, a minute."""
+    from miles.backends.megatron_utils.engine_client import EngineClient
+    from miles.backends.megatron_utils.update_group import UpdateGroup
+
+    module = "tests.fast.backends.megatron_utils.refusing_engine_main"
+    with process(module, "PORT", "unwilling") as unwilling:
+        clients = [EngineClient(engine, 20.0), EngineClient(unwilling, 20.0)]
+        start = time.monotonic()
+        with pytest.raises(WeightUpdateError, match="will not join") as error:
+            UpdateGroup.form(clients, backend="gloo", ranks_per_engine=1, timeout_secs=20.0)
+        assert error.value.engine_url == unwilling
+        trainer.connect_engines([engine])
+        assert time.monotonic() - start < 15
+    trainer.update_weights()
 
 
 def test_an_engine_that_refuses_a_tensor_is_named(engine: str, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

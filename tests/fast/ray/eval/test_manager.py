@@ -10,7 +10,7 @@ import pytest
 
 from miles.ray.eval import manager as module
 from miles.ray.eval.scores import check_versions
-from miles.ray.placement_group import Bundles
+from miles.ray.placement_group import Bundles, BundleShape
 from miles.rollout.base_types import RolloutFnEvalInput, RolloutFnEvalOutput
 from miles.rollout.checkpoint_eval import CheckpointEvalFn, EvalSkipped
 from miles.utils.async_utils import use_async_loop
@@ -54,7 +54,7 @@ async def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     )
     no_group: Any = None
     with use_async_loop(), function_registry.temporary("scripted.Eval", ScriptedEval):
-        manager = module.EvalManager(args, Bundles(no_group, 0, 0, 0))
+        manager = module.EvalManager(args, Bundles(no_group, 0, BundleShape(0, 0)))
         await manager.start()
         yield manager
         await manager.dispose()

@@ -81,9 +81,9 @@ class Cluster:
         await self.registration.wait()
         self.registered |= set(urls)
 
-    async def remove_engine(self, url: str) -> None:
-        self.log.append(f"unregister {url}")
-        self.registered.discard(url)
+    async def remove_engines(self, urls: list[str]) -> None:
+        self.log += [f"unregister {url}" for url in urls]
+        self.registered -= set(urls)
         self.unregistered.set()
 
     async def fails_to_generate(self, url: str) -> str | None:
@@ -198,10 +198,21 @@ async def test_an_engine_that_gives_no_answer_to_an_update_is_taken_out_before_t
     async with Cluster() as cluster:
         await cluster.serve()
         engines = cluster.fleet.begin_update()
-        await cluster.fleet.fail_update(engines, "http://engine-0/0", "gave no answer", answered=False)
+        await cluster.fleet.fail_update(engines, ["http://engine-0/0"], "gave no answer", answered=False)
         assert [ref.url for ref in cluster.fleet.begin_update()] == ["http://engine-1/0"]
         await settle()
         assert cluster.engines[0][0].killed
+
+
+@virtual
+async def test_all_engines_that_give_no_answer_are_taken_out_though_one_has_died_already() -> None:
+    async with Cluster(3) as cluster:
+        await cluster.serve()
+        engines = cluster.fleet.begin_update()
+        cluster.engine(0).die()
+        urls = ["http://engine-0/0", "http://engine-1/0"]
+        await cluster.fleet.fail_update(engines, urls, "gave no answer", answered=False)
+        assert [ref.url for ref in cluster.fleet.begin_update()] == ["http://engine-2/0"]
 
 
 @virtual
@@ -210,7 +221,7 @@ async def test_an_engine_that_refuses_because_another_one_died_is_not_blamed() -
         await cluster.serve()
         engines = cluster.fleet.begin_update()
         asyncio.get_running_loop().call_later(BLAME_SECS / 2, cluster.engine(0).die)
-        await cluster.fleet.fail_update(engines, "http://engine-1/0", "answered 400: peer is gone", answered=True)
+        await cluster.fleet.fail_update(engines, ["http://engine-1/0"], "answered 400: peer is gone", answered=True)
         assert [ref.url for ref in cluster.fleet.begin_update()] == ["http://engine-1/0"]
 
 
@@ -219,7 +230,7 @@ async def test_an_engine_that_refuses_while_all_others_live_is_blamed() -> None:
     async with Cluster() as cluster:
         await cluster.serve()
         engines = cluster.fleet.begin_update()
-        await cluster.fleet.fail_update(engines, "http://engine-1/0", "answered 400", answered=True)
+        await cluster.fleet.fail_update(engines, ["http://engine-1/0"], "answered 400", answered=True)
         assert [ref.url for ref in cluster.fleet.begin_update()] == ["http://engine-0/0"]
 
 
@@ -240,11 +251,11 @@ async def test_the_loss_of_every_engine_ends_the_run_with_the_last_ones_log() ->
 async def test_an_engine_that_never_comes_back_ends_the_run_after_three_deaths() -> None:
     async with Cluster() as cluster:
         await cluster.serve()
-        cluster.start_errors = [ProcessDied("no GPU"), ProcessDied("no GPU")]
+        cluster.start_errors = [ProcessDied("no GPU"), ProcessDied("no GPU"), ProcessDied("no GPU")]
         cluster.engine(0).die()
-        with pytest.raises(ProcessDied, match="engine-0 has died 3 times without serving in between: no GPU"):
+        with pytest.raises(ProcessDied, match="engine-0 has died 3 times in a row before it served: no GPU"):
             await cluster.fleet.watch()
-        assert [engine.killed for engine in cluster.engines[0]] == [True, True, False]
+        assert [engine.killed for engine in cluster.engines[0]] == [True, True, True, False]
 
 
 @virtual
@@ -269,6 +280,20 @@ async def test_an_engine_that_dies_while_it_is_registered_does_not_stay_in_the_r
         cluster.registration.set()
         await update
         assert cluster.registered == {"http://engine-1/0"}
+
+
+@virtual
+async def test_an_engine_that_cannot_be_looked_after_any_more_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Cluster() as cluster:
+        await cluster.serve()
+
+        def kill() -> None:
+            raise RuntimeError("no such actor")
+
+        monkeypatch.setattr(cluster.engine(0), "kill", kill)
+        cluster.engine(0).die()
+        with pytest.raises(ProcessDied, match="an engine is no longer looked after: RuntimeError: no such actor"):
+            await cluster.fleet.watch()
 
 
 @virtual

@@ -77,7 +77,7 @@ def manager(monkeypatch: pytest.MonkeyPatch, output: RolloutFnTrainOutput | None
         | flags
     )
     made._rollout_fn, made._state, made._dp_size = rollout_fn, StepState(), 2  # type: ignore[assignment]
-    made._weight_version, made._log_rollout, made._group_phases = None, None, None
+    made._weight_version, made._log_rollout, made._trace = None, None, None
     return made
 
 

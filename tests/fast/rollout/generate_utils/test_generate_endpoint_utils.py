@@ -14,6 +14,7 @@ from miles.rollout.generate_utils import (
     router_url,
     update_sample_from_response,
 )
+from miles.rollout.generate_utils.attempts import AttemptLog
 from miles.utils.types import Sample
 from tests.fast.rollout.engine_stub import CharTokenizer, make_args, response
 
@@ -96,6 +97,14 @@ async def update(sample, output, **keywords):
     return sample
 
 
+async def test_whoever_watches_the_attempt_learns_which_engine_has_answered():
+    log, sample = AttemptLog(1), Sample()
+    output = response("a")
+    output["meta_info"]["engine_url"] = "http://10.0.0.7:31000"
+    await log.watch(sample, False, update_sample_from_response(make_args(), sample, {"input_ids": [1]}, output))
+    assert [span.engines for span in log.take()] == [("http://10.0.0.7:31000",)]
+
+
 async def test_the_loss_mask_starts_on_request_and_covers_what_is_there_already():
     sample = await update(Sample(), response("ab"))
     assert sample.loss_mask is None
@@ -139,3 +148,12 @@ async def test_replay_data_is_read_by_flag():
     assert sample.rollout_routed_experts.shape == (2, 3, 2)
     assert (sample.rollout_routed_experts.ravel() == experts).all()
     sample.validate()
+
+
+@pytest.mark.parametrize("ids", [[1, 100], [-1, 5]])
+def test_a_token_id_that_the_model_does_not_have_is_never_sent(ids: list[int]):
+    args = make_args(engine_vocab_size=100)
+    with pytest.raises(ValueError, match=r"token id (100|-1) is outside the model's vocabulary of 100"):
+        compute_request_payload(args, ids, {"max_new_tokens": 1})
+    for fine in ([0, 99], []):
+        assert compute_request_payload(args, fine, {"max_new_tokens": 1})[0] is not None

@@ -1,0 +1,138 @@
+"""How many ranks share what of a model, and which sizes fit a number of ranks and a model. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from miles.backends.megatron_utils.hf_config import HFModelConfig
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the model-parallel dimensions; data parallelism takes the ranks that are left."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual: int = 1
+    """Stages that each pipeline rank holds, interleaved; 1: the plain one-forward-one-backward schedule."""
+    sequence_parallel: bool = False
+
+    @staticmethod
+    def from_args(args: Namespace, world_size: int) -> ParallelLayout:
+        """Raises ValueError where the sizes do not divide `world_size`, or this machine cannot run a dimension."""
+        tensor = getattr(args, "tensor_model_parallel_size", None) or 1
+        layout = ParallelLayout(
+            tensor=tensor,
+            pipeline=getattr(args, "pipeline_model_parallel_size", None) or 1,
+            context=getattr(args, "context_parallel_size", None) or 1,
+            expert=getattr(args, "expert_model_parallel_size", None) or 1,
+            expert_tensor=getattr(args, "expert_tensor_parallel_size", None) or tensor,
+            virtual=getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1,
+            sequence_parallel=bool(getattr(args, "sequence_parallel", False)) and tensor > 1,
+        )
+        layout.check_world(world_size)
+        return layout
+
+    def check_world(self, world_size: int) -> None:
+        """Raise ValueError where these sizes do not fit `world_size` ranks."""
+        model = self.tensor * self.pipeline * self.context
+        if world_size % model:
+            raise ValueError(
+                f"{world_size} trainer ranks are no multiple of --tensor-model-parallel-size x "
+                f"--pipeline-model-parallel-size x --context-parallel-size ({self.tensor} x {self.pipeline} x "
+                f"{self.context} = {model})"
+            )
+        experts = self.expert_tensor * self.expert * self.pipeline
+        if world_size % experts:
+            raise ValueError(
+                f"{world_size} trainer ranks are no multiple of --expert-tensor-parallel-size x "
+                f"--expert-model-parallel-size x --pipeline-model-parallel-size ({self.expert_tensor} x {self.expert} "
+                f"x {self.pipeline} = {experts})"
+            )
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"--num-virtual-stages-per-pipeline-rank {self.virtual} needs --pipeline-model-parallel-size above 1"
+            )
+
+    def data_size(self, world_size: int) -> int:
+        """Number of data-parallel ranks: those that get different samples."""
+        return world_size // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Micro-batches of a step must be a multiple of this: the interleaved schedule works on groups of them."""
+        return self.pipeline if self.virtual > 1 else 1
+
+    def check_model(
+        self, hf: HFModelConfig, *, first_layers: int | None = None, last_layers: int | None = None
+    ) -> None:
+        """Raise ValueError where the model cannot be split like this. `first_layers`, `last_layers`: of the first and
+        the last pipeline rank, where they differ from the others'."""
+        self._check_tensor(hf)
+        self._check_pipeline(hf.num_layers, first_layers, last_layers)
+        self._check_experts(hf)
+
+    def _check_tensor(self, hf: HFModelConfig) -> None:
+        for what, size in (
+            ("attention heads", hf.num_heads),
+            ("key/value heads", hf.num_kv_heads),
+            ("neurons of a feed-forward layer", hf.intermediate_size if hf.moe is None else self.tensor),
+        ):
+            if size % self.tensor:
+                raise ValueError(
+                    f"--tensor-model-parallel-size {self.tensor} does not divide the model's {size} {what}"
+                )
+
+    def _check_pipeline(self, layers: int, first: int | None, last: int | None) -> None:
+        ranks = self.pipeline - (first is not None) - (last is not None)
+        middle = layers - (first or 0) - (last or 0)
+        flags = f"--pipeline-model-parallel-size {self.pipeline}"
+        if (first is not None or last is not None) and self.pipeline == 1:
+            raise ValueError(
+                "--decoder-first-pipeline-num-layers and -last- need --pipeline-model-parallel-size above 1"
+            )
+        if middle < 0 or (ranks and middle % ranks) or (not ranks and middle):
+            split = f" with {first} layers on the first rank" if first is not None else ""
+            split += f" with {last} layers on the last rank" if last is not None else ""
+            raise ValueError(f"{flags}{split} does not divide the model's {layers} layers evenly among the other ranks")
+        for part in (first, last, middle // ranks if ranks else None):
+            if part is not None and (part < 1 or part % self.virtual):
+                raise ValueError(
+                    f"{flags} gives a rank {part} layers, which do not divide among "
+                    f"--num-virtual-stages-per-pipeline-rank {self.virtual}"
+                )
+
+    def _check_experts(self, hf: HFModelConfig) -> None:
+        if hf.moe is None:
+            if self.expert > 1:
+                raise ValueError(f"--expert-model-parallel-size {self.expert}: this model has no experts")
+            return
+        if hf.moe.num_experts % self.expert:
+            raise ValueError(
+                f"--expert-model-parallel-size {self.expert} does not divide the model's {hf.moe.num_experts} experts"
+            )
+        if hf.moe.intermediate_size % self.expert_tensor:
+            raise ValueError(
+                f"--expert-tensor-parallel-size {self.expert_tensor} does not divide the {hf.moe.intermediate_size} "
+                "neurons of an expert"
+            )
+        if self.tensor > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"--tensor-model-parallel-size {self.tensor} with experts needs --sequence-parallel: else every rank "
+                "would send all tokens to them"
+            )
+
+
+def uneven_pipeline(args: Namespace) -> dict[str, int | None]:
+    """The arguments of `ParallelLayout.check_model` that say how many layers the outer pipeline ranks have."""
+    return {
+        "first_layers": getattr(args, "decoder_first_pipeline_num_layers", None),
+        "last_layers": getattr(args, "decoder_last_pipeline_num_layers", None),
+    }

@@ -1,0 +1,122 @@
+"""Which part of the model each trainer rank holds, from the parallelism flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from miles.utils.memory.shape import Split
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from miles.utils.memory.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel dimensions."""
+
+    world: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual: int = 1
+    """Stages of one pipeline rank, interleaved."""
+    sequence_parallel: bool = False
+    first_layers: int | None = None
+    """Layers of the first stage; None: as many as the others."""
+    last_layers: int | None = None
+
+    @staticmethod
+    def from_args(args: Namespace, shape: ModelShape) -> Layout:
+        """Raises ValueError naming the flag that does not divide."""
+
+        def of(dest: str, default: Any = None) -> Any:
+            value = getattr(args, dest, None)
+            return default if value is None else value
+
+        tensor = of("tensor_model_parallel_size", 1)
+        layout = Layout(
+            world=of("actor_num_nodes", 1) * of("actor_num_gpus_per_node", 1),
+            tensor=tensor,
+            pipeline=of("pipeline_model_parallel_size", 1),
+            context=of("context_parallel_size", 1),
+            expert=of("expert_model_parallel_size", 1),
+            expert_tensor=of("expert_tensor_parallel_size", tensor),
+            virtual=of("num_virtual_stages_per_pipeline_rank", 1),
+            sequence_parallel=bool(of("sequence_parallel", False)) and tensor > 1,
+            first_layers=of("decoder_first_pipeline_num_layers"),
+            last_layers=of("decoder_last_pipeline_num_layers"),
+        )
+        layout.check(shape)
+        return layout
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ValueError where the sizes do not divide what they split."""
+        model_ranks = self.tensor * self.pipeline * self.context
+        if self.world % model_ranks:
+            raise ValueError(
+                f"{self.world} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) are no multiple of tensor "
+                f"x pipeline x context parallel = {self.tensor} x {self.pipeline} x {self.context}"
+            )
+        expert_ranks = self.expert_tensor * self.expert * self.pipeline
+        if shape.experts is not None and self.world % expert_ranks:
+            raise ValueError(
+                f"{self.world} trainer ranks are no multiple of expert tensor x expert x pipeline parallel = "
+                f"{self.expert_tensor} x {self.expert} x {self.pipeline}"
+            )
+        if shape.experts is not None and shape.experts.number % self.expert:
+            raise ValueError(
+                f"--expert-model-parallel-size {self.expert} does not divide the {shape.experts.number} experts"
+            )
+        if shape.heads % self.tensor:
+            raise ValueError(
+                f"--tensor-model-parallel-size {self.tensor} does not divide the {shape.heads} attention heads"
+            )
+        self.stage_layers(shape)
+
+    @property
+    def split(self) -> Split:
+        return Split(self.tensor, self.expert, self.expert_tensor)
+
+    @property
+    def data(self) -> int:
+        """Ranks that get different samples."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def dense_copies(self) -> int:
+        """Ranks that hold the same dense parameters: what a distributed optimizer spreads their states over."""
+        return self.data * self.context
+
+    @property
+    def expert_copies(self) -> int:
+        return max(1, self.world // (self.expert_tensor * self.expert * self.pipeline))
+
+    def stage_layers(self, shape: ModelShape) -> list[int]:
+        """Layers of each pipeline stage. Raises ValueError where they do not come out even."""
+        ends = [n for n in (self.first_layers, self.last_layers) if n is not None]
+        others = self.pipeline - len(ends)
+        rest = shape.layers - sum(ends)
+        if others < 0 or (others == 0 and rest) or (others and (rest <= 0 or rest % others)):
+            raise ValueError(
+                f"--pipeline-model-parallel-size {self.pipeline} does not divide the {shape.layers} layers; "
+                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers set those of the ends"
+            )
+        layers = [rest // others] * others if others else []
+        layers = [self.first_layers, *layers] if self.first_layers is not None else layers
+        return [*layers, self.last_layers] if self.last_layers is not None else layers
+
+    def micro_batches_in_flight(self, stage: int) -> float:
+        """Micro-batches whose activations a stage holds at once, in units of all of its layers.
+
+        1F1B: pipeline - stage. Interleaved with v stages a rank, the first rank holds 1 + (p - 1) / (p v) times as much
+        (Narayanan et al., arXiv:2104.04473, section 2.2; Korthikanti et al., arXiv:2205.05198, section 4.2.3).
+        """
+        in_flight = float(self.pipeline - stage)
+        if self.virtual > 1:
+            in_flight *= 1 + (self.pipeline - 1) / (self.pipeline * self.virtual)
+        return in_flight

@@ -1,0 +1,120 @@
+"""The router's command line, and one that runs already. What a real router does is in tests/contracts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from miles.ray.rollout.router import ExternalRouter, Router, RouterClient, make_router, router_command
+from miles.utils.http_utils import close_http_client
+from miles.utils.network import find_available_port
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+def flags(**changes: Any) -> Namespace:
+    values = {
+        "sglang_router_ip": "127.0.0.1",
+        "sglang_router_port": None,
+        "sglang_router_policy": None,
+        "sglang_router_request_timeout_secs": 60,
+        "router_prometheus_port": None,
+        "rollout_external_router": False,
+    }
+    return Namespace(**{**values, **changes})
+
+
+def test_it_asks_engines_what_they_answer_while_they_are_paused_and_the_user_wins() -> None:
+    words = router_command(flags(), "127.0.0.1", 1)
+    assert words[words.index("--health-check-endpoint") + 1] == "/model_info"
+    words = router_command(flags(router_health_check_endpoint="/ping"), "127.0.0.1", 1)
+    assert words[-2:] == ["--health-check-endpoint", "/ping"]
+
+
+class FakeRouter:
+    """The list of workers of sglang-router: a change is accepted, and done when the list has been read once more."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, dict[str, Any]] = {}
+        self._accepted: list[Any] = []
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/workers", self._list)
+        app.router.add_post("/workers", self._add)
+        app.router.add_delete("/workers/{id}", self._remove)
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="OK")
+
+    async def _list(self, _: web.Request) -> web.Response:
+        listed = list(self.workers.values())
+        for change in self._accepted:
+            change()
+        self._accepted.clear()
+        return web.json_response({"workers": listed})
+
+    async def _add(self, request: web.Request) -> web.Response:
+        url = (await request.json())["url"]
+        worker = {"id": url.rpartition(":")[2], "url": url, "is_healthy": True}
+        self._accepted.append(lambda: self.workers.setdefault(worker["id"], worker))
+        return web.json_response({}, status=202)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        known = request.match_info["id"] in self.workers
+        self._accepted.append(lambda: self.workers.pop(request.match_info["id"], None))
+        return web.json_response({}, status=202 if known else 404)
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[tuple[FakeRouter, int]]:
+    fake, port = FakeRouter(), find_available_port()
+    runner = web.AppRunner(fake.app())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    yield fake, port
+    await runner.cleanup()
+    await close_http_client()
+
+
+async def test_adding_and_removing_waits_until_it_is_done(router: tuple[FakeRouter, int]) -> None:
+    fake, port = router
+    client = RouterClient(f"http://127.0.0.1:{port}")
+    await client.add_engines(["http://a:1"])
+    # The router serves an engine already: that is not the one that is waited for.
+    await client.add_engines(["http://b:2"])
+    assert set(fake.workers) == {"1", "2"}
+    await client.remove_engines(["http://a:1"])
+    await client.remove_engines(["http://nobody:3"])
+    assert set(fake.workers) == {"2"}
+
+
+async def test_the_engines_of_the_run_leave_an_external_router(router: tuple[FakeRouter, int]) -> None:
+    fake, port = router
+    external = make_router(flags(rollout_external_router=True, sglang_router_port=port))
+    assert isinstance(external, ExternalRouter)
+    await external.start()
+    await external.add_engines(["http://a:1", "http://b:2"])
+    assert set(fake.workers) == {"1", "2"}
+    await external.stop()
+    assert fake.workers == {}
+
+
+async def test_an_external_router_with_engines_of_others_is_refused(router: tuple[FakeRouter, int]) -> None:
+    fake, port = router
+    fake.workers["9"] = {"id": "9", "url": "http://other:9", "is_healthy": True}
+    external = ExternalRouter(flags(sglang_router_port=port))
+    with pytest.raises(ValueError, match=r"has engines already .http://other:9., which this run would not update"):
+        await external.start()
+    await external.stop()
+    assert set(fake.workers) == {"9"}, "an engine of somebody else was taken out"
+
+
+def test_without_the_flag_the_run_starts_its_own() -> None:
+    assert isinstance(make_router(flags()), Router)

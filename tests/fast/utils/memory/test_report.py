@@ -1,0 +1,124 @@
+"""Engines, the sentence for what does not fit, and the check before a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from miles.tools import memory as tool
+from miles.utils.memory import check
+from miles.utils.memory.engine import engine_memory
+from miles.utils.memory.report import Estimate
+from miles.utils.memory.shape import ModelShape
+from miles.utils.memory.training import GIB
+from tests.fast.utils.memory.configs import QWEN3_4B, QWEN3_30B_A3B
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DENSE, MOE = ModelShape.from_config(QWEN3_4B), ModelShape.from_config(QWEN3_30B_A3B)
+LENGTHS = {"rollout_max_prompt_len": 2048, "rollout_max_response_len": 8192}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B), encoding="utf-8")
+    return str(tmp_path)
+
+
+def test_what_the_static_fraction_leaves_is_kv_cache() -> None:
+    args = Namespace(rollout_num_gpus_per_engine=2, sglang_mem_fraction_static=0.7, **LENGTHS)
+    engine = engine_memory(args, MOE, 80.0)
+    assert engine.weights == pytest.approx(30.53e9, rel=0.002), "half of 30.5 B parameters of 2 bytes"
+    assert engine.kv_bytes_per_token == 2 * 48 * 2 * 128 * 2
+    assert engine.kv_bytes == 0.7 * 80 * GIB - engine.weights
+    assert engine.kv_tokens == int(engine.kv_bytes // engine.kv_bytes_per_token)
+    assert engine.fits
+
+
+def test_more_ranks_than_kv_heads_hold_copies() -> None:
+    args = Namespace(rollout_num_gpus_per_engine=8, **LENGTHS)
+    assert engine_memory(args, MOE, 80.0).kv_bytes_per_token == 2 * 48 * 1 * 128 * 2
+
+
+def test_the_embedded_engine_has_room_for_an_update_beside_its_weights() -> None:
+    args = Namespace(rollout_engine="embedded", embedded_dtype="bfloat16", **LENGTHS)
+    assert engine_memory(args, DENSE, 80.0).weights == 2 * 2 * 4_022_468_096
+
+
+def test_an_engine_without_room_for_one_sample_is_told() -> None:
+    args = Namespace(actor_num_gpus_per_node=8, **LENGTHS)
+    problems = Estimate.from_args(args, MOE, 60.0).problems()
+    assert len(problems) == 2
+    assert "0 tokens of KV cache, but one sample may have 10240" in problems[1]
+    assert "--rollout-num-gpus-per-engine" in problems[1]
+
+
+def test_the_tool_takes_a_launch_scripts_words_and_exits_with_1_where_it_does_not_fit(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        f"--hf-checkpoint {checkpoint} --actor-num-nodes 1 --actor-num-gpus-per-node 6 --rollout-num-gpus 2 "
+        "--rollout-num-gpus-per-engine 2 --pipeline-model-parallel-size 3 --context-parallel-size 2 "
+        "--expert-model-parallel-size 2 --bf16 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 8192 --rollout-max-response-len 8192 "
+        "--sglang-mem-fraction-static 0.7 --num-experts 128 --moe-grouped-gemm --fully-async --prompt-data none.jsonl"
+    ).split()
+    assert tool.main([*words, "--gpu-memory-gib", "74.5"]) == 1
+    told = capsys.readouterr()
+    assert "training: 6 GPUs = data 1 x tensor 1 x pipeline 3 x context 2; expert 2" in told.out
+    assert "does not fit: training needs about" in told.err and "--optimizer-cpu-offload" in told.err
+    assert tool.main([*words, "--gpu-memory-gib", "74.5", "--optimizer-cpu-offload"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--hf-checkpoint is required"),
+        (["--hf-checkpoint", "/nowhere"], "--hf-checkpoint: /nowhere/config.json cannot be read"),
+        (["--hf-checkpoint", "/nowhere", "--max-tokens-per-gpu", "many"], "--max-tokens-per-gpu"),
+    ],
+)
+def test_wrong_words_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def checked(checkpoint: str, **flags: Any) -> None:
+    values: dict[str, Any] = {
+        "hf_checkpoint": checkpoint,
+        "gpu_memory_gib": None,
+        "no_memory_check": False,
+        "actor_num_gpus_per_node": 1,
+        "bf16": True,
+        "rollout_num_gpus_per_engine": 1,
+        **LENGTHS,
+    }
+    check.check_memory(Namespace(**{**values, **flags}))
+
+
+def test_a_run_that_cannot_fit_is_refused_and_one_that_may_not_is_warned_about(
+    checkpoint: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"cannot fit: .* alone take 511\.8 GiB on a GPU of 80 GiB.*--no-memory-check"):
+        checked(checkpoint, gpu_memory_gib=80.0)
+    checked(checkpoint, gpu_memory_gib=80.0, no_memory_check=True)
+    with caplog.at_level(logging.WARNING, "miles.utils.memory.check"):
+        checked(checkpoint, gpu_memory_gib=515.0)
+    assert "this run may not fit: training needs about" in caplog.text
+
+    monkeypatch.setattr(check, "device_memory_gib", lambda: None)
+    checked(checkpoint)  # no GPU is known
+    monkeypatch.setattr(check, "device_memory_gib", lambda: 80.0)
+    with pytest.raises(ValueError, match="cannot fit"):
+        checked(checkpoint)
+
+
+def test_a_model_that_the_estimate_does_not_know_is_let_through(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
+    checked(str(tmp_path), gpu_memory_gib=1.0)
