@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.fast.backends.megatron_utils.parallel_main import Job, assert_equal, run, run_world
+from tests.fast.backends.megatron_utils.tiny_models import CONFIGS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +69,7 @@ DENSE = {
 EP = "expert_model_parallel_size"
 ETP = "expert_tensor_parallel_size"
 SP = {"sequence_parallel": True}
+SPLITS: dict[str, dict[str, Any]] = {"tensor": {TP: 2}, "pipeline": {PP: 2}, "tensor bf16": {TP: 2, "bf16": True}}
 MOE = {
     "experts": {EP: 2},
     "experts-distributed": {EP: 2, "use_distributed_optimizer": True},
@@ -96,15 +100,39 @@ def test_every_layout_of_four_ranks_equals_one(checkpoints: dict[str, Path], tmp
         assert ranks[0][job.name]["weights"], job.name
 
 
-def test_experts_on_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    checkpoint = str(checkpoints["qwen3-moe"])
-    jobs = [Job(layout, checkpoint, {**LOSS, **flags}) for layout, flags in MOE.items()]
-    jobs.append(Job("balanced", checkpoint, {**LOSS, EP: 2, "moe_aux_loss_coeff": 0.1}))
-    ranks = run_world(jobs, 2, tmp_path)
-    expected = run(Job("one", checkpoint, LOSS))
-    for job in jobs[:-1]:
-        for rank, results in enumerate(ranks):
-            assert_equal(results[job.name], expected, (job.name, rank))
+@pytest.fixture(scope="module")
+def two_ranks(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Per rank {job: result}; importing megatron-core takes seconds, so one world does everything that needs two."""
+    experts = str(checkpoints["qwen3-moe"])
+    jobs = [Job(layout, experts, {**LOSS, **flags}) for layout, flags in MOE.items()]
+    jobs.append(Job("balanced", experts, {**LOSS, EP: 2, "moe_aux_loss_coeff": 0.1}))
+    for name, checkpoint in checkpoints.items():
+        for split, flags in SPLITS.items():
+            sequence = SP if "moe" in name and TP in flags else {}
+            jobs.append(Job(f"{name} {split}", str(checkpoint), {**flags, **sequence}, rollouts=()))
+    jobs.append(Job("qwen3-moe experts", experts, {EP: 2}, rollouts=()))
+    return run_world(jobs, 2, tmp_path_factory.mktemp("two_ranks"))
+
+
+def test_experts_on_two_ranks_equal_one(checkpoints: dict[str, Path], two_ranks: list[dict[str, Any]]) -> None:
+    expected = run(Job("one", str(checkpoints["qwen3-moe"]), LOSS))
+    for name in MOE:
+        for rank, results in enumerate(two_ranks):
+            assert_equal(results[name], expected, (name, rank))
     router = "model.layers.0.mlp.gate.weight"
-    balanced = ranks[0]["balanced"]["weights"][router]
+    balanced = two_ranks[0]["balanced"]["weights"][router]
     assert (balanced - expected["weights"][router]).abs().max() > 1e-5, "the load-balancing loss moves the router"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_of_every_family_come_out_of_every_split_bit_for_bit(
+    name: str, checkpoints: dict[str, Path], two_ranks: list[dict[str, Any]]
+) -> None:
+    original = load_file(checkpoints[name] / "model.safetensors")
+    splits = [split for split in (*SPLITS, "experts") if f"{name} {split}" in two_ranks[0]]
+    assert len(splits) == len(SPLITS) + (name == "qwen3-moe")
+    for split in splits:
+        here, elsewhere = (results[f"{name} {split}"]["weights"] for results in two_ranks)
+        assert here.keys() == original.keys() and not elsewhere, split
+        dtype = torch.bfloat16 if "bf16" in split else torch.float32
+        assert all(torch.equal(here[key], tensor.to(dtype)) for key, tensor in original.items()), split
