@@ -46,14 +46,14 @@ WANTED_BANDWIDTH, WANTED_BUCKETS, WANTED_PAUSE = 0.8, 2.0, 1.2
 START_SECS = 180.0
 
 
-def config(layers: int) -> dict[str, Any]:
-    """50 million parameters a layer, 67 million in embedding and head."""
+def config(layers: int, width: int = 2048) -> dict[str, Any]:
+    """With a width of 2048, 50 million parameters a layer, and 67 million in embedding and head."""
     return {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 16384,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
         "num_hidden_layers": layers,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
@@ -134,13 +134,14 @@ class TrainerSide:
         from miles.backends.megatron_utils import parallel
         from miles.backends.megatron_utils.gather import GatherPlan
         from miles.backends.megatron_utils.hf_config import HFModelConfig
+        from miles.backends.megatron_utils.layout import ParallelLayout
         from miles.backends.megatron_utils.model import build_model
         from miles.backends.megatron_utils.weights import load_hf_weights
         from miles.utils.network import find_available_port
 
         args = argparse.Namespace(bf16=True)
         self._bucket_bytes = bucket_bytes
-        layout = parallel.ParallelLayout()
+        layout = ParallelLayout()
         parallel.initialize_distributed(
             args, layout, rank=0, world_size=1, master_addr="127.0.0.1", master_port=find_available_port()
         )
@@ -170,12 +171,12 @@ class TrainerSide:
         return {name: tensor_checksum(tensor) for piece in self.pieces() for name, tensor in piece}
 
 
-def write_checkpoint(directory: Path, layers: int) -> None:
+def write_checkpoint(directory: Path, layers: int, width: int = 2048) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = config(layers)
+    fields = config(layers, width)
     (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
@@ -255,7 +256,7 @@ def compare(options: argparse.Namespace) -> int:
         update_config = replace(update_config, loose_from_bytes=None)
     with tempfile.TemporaryDirectory(prefix="miles-weights-") as folder:
         checkpoint = Path(folder)
-        write_checkpoint(checkpoint, options.layers)
+        write_checkpoint(checkpoint, options.layers, options.width)
         engine_port, bare_port = find_available_port(), find_available_port()
         url = f"http://127.0.0.1:{engine_port}"
         engine_words = ["-m", "miles.backends.embedded_engine", "--model-path", folder, "--port", str(engine_port)]
@@ -327,6 +328,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=10, help="of about 96 MiB each")
+    parser.add_argument("--width", type=int, default=2048, help="of hidden states; smaller ones only try the script")
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--packed", action="store_true", help="copy all tensors into buffers, as on a GPU")
     parser.add_argument("--receive", nargs=2, metavar=("PORT", "SIZES"), help=argparse.SUPPRESS)

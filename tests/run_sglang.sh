@@ -32,7 +32,8 @@ install() {
         echo "Making $venv with $("$python" -V) ($python)" >&2
         "$python" -m venv "$venv"
     fi
-    pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+    # Most of SGLang's modules are never imported here: those that are, are compiled when they are.
+    pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
     rm -f "$stamp"
     # torch with its dependencies (on PyPI it is a CUDA build, which needs them even without a GPU), the rest without.
     "${pip[@]}" --constraint "$requirements" "$(grep '^torch==' "$requirements")"

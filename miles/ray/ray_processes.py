@@ -1,4 +1,4 @@
-"""The processes of a private Ray cluster that a run cannot do without, and their end.
+"""What of Ray a run cannot do without, and its end: processes of a private cluster, the control store of a joined one.
 
 Ray itself notices late and says little: without its control store (gcs_server) it goes on for a minute and then ends
 the driver from native code; without the raylet, which holds the object store, every actor dies and any of them may be
@@ -7,14 +7,21 @@ the first to be missed.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray._private import ray_constants, worker
 
 if TYPE_CHECKING:
     import subprocess
+
+GCS_SILENT_SECS = 40.0
+"""A gcs_server that is made to survive faults may be back by then; at 60 s Ray ends the driver."""
+_GCS_LOOK_SECS = 5.0
 
 _ROLES = {
     ray_constants.PROCESS_TYPE_RAYLET: "Ray's raylet, which holds the object store,",
@@ -50,3 +57,32 @@ def own_ray_processes() -> list[RayProcess]:
     return [
         RayProcess(name, role, process.process) for name, role in _ROLES.items() for process in started.get(name, [])
     ]
+
+
+def joined_gcs_address() -> str | None:
+    """host:port of the control store of a cluster that was joined; None where the cluster is this run's own."""
+    return None if own_ray_processes() else str(ray.get_runtime_context().gcs_address)
+
+
+async def gcs_lost(address: str, *, silent_secs: float = GCS_SILENT_SECS, look_secs: float = _GCS_LOOK_SECS) -> str:
+    """Wait until nobody has listened at `address` for `silent_secs`; returns that as a sentence."""
+    clock = asyncio.get_running_loop().time
+    last_heard = clock()
+    while clock() - last_heard < silent_secs:
+        await asyncio.sleep(look_secs)
+        if await _listens(address, timeout_secs=look_secs):
+            last_heard = clock()
+    return f"Ray's gcs_server at {address} has not been reached for {silent_secs:g} s"
+
+
+async def _listens(address: str, *, timeout_secs: float) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(timeout_secs):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True

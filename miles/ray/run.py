@@ -30,7 +30,7 @@ from miles.ray.eval import make_eval_dispatcher
 from miles.ray.faults import tolerates_engine_faults
 from miles.ray.placement_group import create_placement
 from miles.ray.process_list import ProcessList
-from miles.ray.ray_processes import own_ray_processes
+from miles.ray.ray_processes import joined_gcs_address, own_ray_processes
 from miles.ray.resume import choose_checkpoint, rollout_part
 from miles.ray.rollout.rollout_manager import GeneratedBatch, RolloutManager
 from miles.ray.step_metrics import fully_async_driver_metrics
@@ -97,7 +97,7 @@ class Run:
         try:
             self._tracker = Tracker(self.args, self.run_dir)
             self._cluster.connect()
-            self._supervisor.watch_ray(own_ray_processes())
+            self._supervisor.watch_ray(own_ray_processes(), joined_gcs_address())
             await self._start_actors()
         except BaseException:
             await self._shut_down()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from miles.ray.ray_processes import gcs_lost
 from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
@@ -44,12 +45,14 @@ class Supervisor:
         self._watchers: dict[asyncio.Task[None], tuple[str, Path]] = {}
         self._pids: dict[str, int] = {}
         self._ray_processes: list[RayProcess] = []
-        self._ray_watcher: asyncio.Task[None] | None = None
+        self._ray_watcher: asyncio.Task[str] | None = None
 
-    def watch_ray(self, processes: list[RayProcess]) -> None:
-        """Watch the processes of Ray that the run stands on. Their end explains every other one at that moment."""
+    def watch_ray(self, processes: list[RayProcess], gcs_address: str | None = None) -> None:
+        """Watch what of Ray the run stands on: its own processes, whose end explains every other one at that moment, or
+        the control store of a cluster that it has joined."""
         self._ray_processes = processes
-        self._ray_watcher = asyncio.create_task(self._wait_for_the_end_of_ray(), name="watch ray")
+        wait = self._wait_for_the_end_of_ray() if gcs_address is None else gcs_lost(gcs_address)
+        self._ray_watcher = asyncio.create_task(wait, name="watch ray")
 
     def watch(self, name: str, actor: ActorHandle, log_path: Path, *, endless: bool) -> None:
         """Watch `actor`: through its own endless `watch`, or by repeated `ping` where it runs one call at a time."""
@@ -86,6 +89,8 @@ class Supervisor:
         for death in (process.death() for process in self._ray_processes):
             if death is not None:
                 raise RunFailed(death)
+        if self._ray_watcher is not None and self._ray_watcher.done() and not self._ray_watcher.cancelled():
+            raise RunFailed(self._ray_watcher.result())
         for watcher, (name, log_path) in self._watchers.items():
             if watcher.done() and not watcher.cancelled():
                 raise RunFailed(self._obituary(name, log_path, watcher.exception()))
@@ -109,11 +114,14 @@ class Supervisor:
         if watchers := self._all_watchers():
             await asyncio.wait(watchers, timeout=_BLAME_SECS, return_when=asyncio.FIRST_COMPLETED)
 
-    def _all_watchers(self) -> list[asyncio.Task[None]]:
+    def _all_watchers(self) -> list[asyncio.Task[Any]]:
         return [*self._watchers, *([self._ray_watcher] if self._ray_watcher is not None else [])]
 
-    async def _wait_for_the_end_of_ray(self) -> None:
-        while all(process.death() is None for process in self._ray_processes):  # noqa: ASYNC110 - not our tasks
+    async def _wait_for_the_end_of_ray(self) -> str:
+        while True:
+            for death in (process.death() for process in self._ray_processes):
+                if death is not None:
+                    return death
             await asyncio.sleep(_LOOK_SECS)
 
 

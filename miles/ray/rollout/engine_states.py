@@ -12,10 +12,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-FAILURES_IN_A_ROW = 3
-"""So often an engine may die without serving in between; the run stops with the last."""
 PAUSES_SECS = (0.0, 5.0, 15.0)
-"""Before the first, second, ... start of an engine that has not served since."""
+"""Before the first, second and third start in the place of an engine that has served. When the third has died without
+serving either, the run stops."""
 
 
 class EngineState(enum.Enum):
@@ -67,6 +66,7 @@ class _Record:
     url: str = ""
     life: int = 0
     failures: int = 0
+    """Deaths in a row before serving."""
 
     def ref(self, index: int) -> EngineRef:
         return EngineRef(index, self.life, self.url)
@@ -91,21 +91,21 @@ class EngineStates:
     def serving(self, ref: EngineRef) -> None:
         """It has current weights and gets requests. Nothing where that life is over."""
         if self.is_up(ref):
-            record = self._records[ref.index]
-            record.state, record.failures = EngineState.SERVING, 0
+            self._records[ref.index].state = EngineState.SERVING
 
     def died(self, index: int, name: str, reason: str) -> Verdict:
         """Its server, or the start of one, has failed."""
         record = self._records[index]
-        record.state, record.failures = EngineState.DEAD, record.failures + 1
+        record.failures = 0 if record.state is EngineState.SERVING else record.failures + 1
+        record.state = EngineState.DEAD
         if not self._restarts_engines:
             return Verdict(fatal=reason)
         if not any(r.state.is_up for r in self._records):
             others = f" of {len(self._records)}" if len(self._records) > 1 else ""
             return Verdict(fatal=f"the last engine{others} is lost: {reason}")
-        if record.failures >= FAILURES_IN_A_ROW:
-            return Verdict(fatal=f"{name} has died {record.failures} times without serving in between: {reason}")
-        return Verdict(pause_secs=PAUSES_SECS[record.failures - 1])
+        if record.failures >= len(PAUSES_SECS):
+            return Verdict(fatal=f"{name} has died {record.failures} times in a row before it served: {reason}")
+        return Verdict(pause_secs=PAUSES_SECS[record.failures])
 
     def starting(self, index: int) -> None:
         """It is started again."""

@@ -166,7 +166,7 @@ def test_a_failing_schedule_is_shrunk_to_what_makes_it_fail(monkeypatch):
     eval_forgets_to_resume(monkeypatch)
     failed = next(_failures())
     smallest = minimal(failed).schedule
-    assert {fault.kind for fault in smallest.faults} <= {FaultKind.EVAL, FaultKind.EVAL_FAILS}
+    assert {fault.kind for fault in smallest.faults} <= {FaultKind.EVAL, FaultKind.EVAL_FAILS, FaultKind.EVAL_CANCELLED}
     assert len(smallest.faults) == 1
     assert len(smallest.differences()) < len(failed.schedule.differences())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles.ray.rollout.engine_states import FAILURES_IN_A_ROW, PAUSES_SECS, EngineState, EngineStates, Verdict
+from miles.ray.rollout.engine_states import PAUSES_SECS, EngineState, EngineStates, Verdict
 
 
 def fleet(count: int = 2, *, restarts_engines: bool = True) -> EngineStates:
@@ -46,12 +46,13 @@ def test_an_engine_that_waits_for_weights_is_not_lost() -> None:
 def test_an_engine_may_fail_only_so_often_without_serving_and_waits_longer_each_time() -> None:
     states = fleet()
     pauses = []
-    for _ in range(FAILURES_IN_A_ROW - 1):
+    for _ in range(3):
         pauses.append(states.died(0, "engine-0", "no GPU").pause_secs)
         states.starting(0)
-    assert pauses == list(PAUSES_SECS[: FAILURES_IN_A_ROW - 1])
+    assert pauses == [0.0, 5.0, 15.0]
+    states.started(0, "http://up but without weights")
     verdict = states.died(0, "engine-0", "no GPU\n    | log")
-    assert verdict.fatal == "engine-0 has died 3 times without serving in between: no GPU\n    | log"
+    assert verdict.fatal == "engine-0 has died 3 times in a row before it served: no GPU\n    | log"
 
 
 def test_an_engine_that_has_served_may_fail_as_often_again() -> None:
