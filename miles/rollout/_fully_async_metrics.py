@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from miles.rollout._fully_async_ledger import RecycleReason
 from miles.rollout.filter_hub.base_types import MetricGatherer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from miles.rollout._fully_async_ledger import GroupKey
     from miles.rollout._fully_async_staleness import VersionSplit
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "rollout/fully_async"
+_situation = attrgetter("versions", "finished_version", "staleness")  # the groups of a batch are mostly alike
 
 
 @dataclass
@@ -35,20 +35,17 @@ class Journey:
     versions_in_queue: int = 0
 
     @classmethod
-    def of(cls, keys: Iterable[GroupKey], split: VersionSplit, now: float) -> Journey:
+    def of(cls, keys: list[GroupKey], split: VersionSplit, now: float) -> Journey:
         """Of these groups, which are handed to the trainer now."""
-        situations: Counter[tuple[Any, Any, int]] = Counter()  # most of a batch are alike
-        times: list[float] = []
-        for key in keys:
-            if key.staleness is not None:
-                situations[key.versions, key.finished_version, key.staleness] += 1
-            if key.finished_at is not None:  # else somebody else has generated it, or the run before this one
-                times.append(now - key.finished_at)
-        journey = cls(len(times), sum(times), max(times, default=0.0), situations.total())
-        for situation, groups in situations.items():
-            in_flight, in_queue = split.of(*situation)
-            journey.versions_in_flight += groups * in_flight
-            journey.versions_in_queue += groups * in_queue
+        # None: somebody else has generated it, or the run before this one
+        times = [now - key.finished_at for key in keys if key.finished_at is not None]
+        journey = cls(len(times), sum(times), max(times, default=0.0))
+        for (versions, finished_version, staleness), groups in Counter(map(_situation, keys)).items():
+            if staleness is not None:
+                in_flight, in_queue = split.of(versions, finished_version, staleness)
+                journey.measured += groups
+                journey.versions_in_flight += groups * in_flight
+                journey.versions_in_queue += groups * in_queue
         return journey
 
     def metrics(self) -> dict[str, float]:
@@ -91,7 +88,7 @@ class DrainReport:
 
     def add_trained(self, keys: list[GroupKey], split: VersionSplit, now: float) -> None:
         """These are handed to the trainer now."""
-        self.trained_ages.update(key.staleness for key in keys)
+        self.trained_ages.update(map(attrgetter("staleness"), keys))
         self.journey = Journey.of(keys, split, now)
 
     def forget_ages(self) -> None:

@@ -43,14 +43,15 @@ class EngineFault:
     when: Kill
 
 
-def draw(
-    rng: random.Random, part: str | None = None, signal_name: str | None = None, moment: str | None = None
-) -> EngineFault:
-    part, name = part or rng.choice(("server", "actor")), signal_name or rng.choice(("SIGKILL", "SIGSTOP"))
+KINDS = (("server", "SIGKILL"), ("server", "SIGSTOP"), ("actor", "SIGKILL"))
+"""A stopped actor does no harm as long as its server lives."""
+
+
+def draw(rng: random.Random, kind: tuple[str, str] | None = None, moment: str | None = None) -> EngineFault:
+    part, signal_name = kind or rng.choice(KINDS)
     engine = f"engine-{rng.randrange(NUM_ENGINES)}"
-    # A stopped actor does no harm as long as its server lives.
-    victim, signum = (f"{engine}-actor", signal.SIGKILL) if part == "actor" else (engine, signal.Signals[name])
-    return EngineFault(victim, signum, Kill.draw(rng, victim, moment))
+    victim = f"{engine}-actor" if part == "actor" else engine
+    return EngineFault(victim, signal.Signals[signal_name], Kill.draw(rng, victim, moment))
 
 
 class FaultyEpoch(Epoch):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.quickstart.prepare import prepare
-from tests.e2e.cpu.engine_faults import EngineFault, FaultyEpoch, draw
+from tests.e2e.cpu.engine_faults import KINDS, EngineFault, FaultyEpoch, draw
 from tests.e2e.cpu.kills import MOMENTS, VICTIMS, Epoch, Kill
 from tests.e2e.cpu.runs import Launcher
 
@@ -122,7 +122,7 @@ def table_of_faults(rounds: list[dict[str, Any]]) -> str:
     passed = [r for r in rounds if not r["error"]]
     count = Counter((f["victim"], f["signal"], f["moment"]) for r in passed for f in r["faults"])
     lines = ["| fault | " + " | ".join(MOMENTS) + " | all |", "|---|" + "---|" * (len(MOMENTS) + 1)]
-    for victim, signal_name in (("server", "SIGKILL"), ("server", "SIGSTOP"), ("actor", "SIGKILL")):
+    for victim, signal_name in KINDS:
         cells = [count[victim, signal_name, moment] for moment in MOMENTS]
         lines.append(f"| {victim} {signal_name} | " + " | ".join(map(str, [*cells, sum(cells)])) + " |")
     lines.append(f"{len(rounds)} runs, {len(passed)} of them with every prompt trained exactly once")

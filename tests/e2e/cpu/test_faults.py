@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.timeout(400), getattr(pytest.mark, "stage-a-cpu")]
 SEED = 4
 FOREVER = ("--num-rollout", "100000")
 GONE_SECS = 15
-PLAN = (("server", "SIGKILL", "update"), ("server", "SIGSTOP", "anytime"), ("actor", "SIGKILL", "train"))
+PLAN = ((("server", "SIGKILL"), "update"), (("server", "SIGSTOP"), "anytime"), (("actor", "SIGKILL"), "train"))
 
 
 def test_engines_that_die_or_hang_are_replaced_and_each_prompt_is_trained_exactly_once(

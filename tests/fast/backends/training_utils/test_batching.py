@@ -87,3 +87,11 @@ def test_optimizer_steps_take_consecutive_local_samples() -> None:
 def test_bad_sizes_are_refused(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_an_interleaved_pipeline_gets_a_multiple_of_its_size() -> None:
+    args = Namespace(micro_batch_size=2, use_dynamic_batch_size=False, max_tokens_per_gpu=None)
+    parts = micro_batch_indices(args, [9] * 5, multiple_of=2)
+    assert len(parts) == 4 and sorted(i for part in parts for i in part) == list(range(5))
+    with pytest.raises(ValueError, match=r"1 samples a step.*a multiple of 2 micro-batches"):
+        micro_batch_indices(args, [9], multiple_of=2)
