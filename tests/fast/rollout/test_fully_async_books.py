@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from miles.rollout._fully_async_groups import samples_of
+from miles.rollout._fully_async_ledger import Owner
 from miles.utils.types import Sample
 from tests.fast.fakes import FakeDataSource, answer, group_indexes, prompt_group
 from tests.fast.rollout.fully_async_setup import build, train
@@ -157,9 +159,14 @@ class World:
         self.events["restarted"] += 1
         self.check(fn)
         state = json.loads(json.dumps(fn.snapshot()))
-        await fn.close()
+        start_over = [  # those in generation, and the finished ones that cannot be trained on
+            key
+            for key in fn.ledger.open.values()
+            if key.owner is Owner.IN_FLIGHT or any(s.status is Sample.Status.ABORTED for s in samples_of(key.group))
+        ]
         self.pulled_before = fn.ledger.pulled
-        self.recycled_before = fn.ledger.recycled + fn.ledger.in_flight
+        self.recycled_before = fn.ledger.recycled + len(start_over)
+        await fn.close()
         self.reissued = len(state["prompts"])
         self.source = ObservedSource()
         fn = self.start(monkeypatch)
