@@ -46,21 +46,6 @@ def fully_async(metrics: dict[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(PREFIX): value for key, value in metrics.items() if key.startswith(PREFIX)}
 
 
-def test_every_key_of_the_fixed_set_is_documented():
-    """In the first column of the user guide's tables, where `_{a,b}` stands for two keys and `<reason>` for several."""
-    page = (Path(__file__).parents[3] / "docs" / "user-guide" / "fully-async.md").read_text()
-    section = page.split("### `rollout/fully_async/`")[1].split("\n### ")[0]
-    documented = set()
-    for row in re.findall(r"^\| (`.*?) \| .{10}", section, re.MULTILINE):
-        for name in re.findall(r"`(.*?)`", row):
-            prefix, _, rest = name.partition("{")
-            choices, _, suffix = rest.partition("}")
-            documented |= {prefix + choice + suffix for choice in choices.split(",")}
-    reasons = "|".join({*RECYCLE_REASONS, *DROP_REASONS})
-    keys = {re.sub(rf"^((groups_(recycled|dropped)|tokens_wasted)_)({reasons})$", r"\1<reason>", key) for key in FIXED}
-    assert keys | BY_DRIVER <= documented
-
-
 def wasted(metrics: dict[str, Any]) -> dict[str, int]:
     """What was recycled, dropped and wasted, without the zeros."""
     kinds = ("groups_recycled_", "groups_dropped_", "tokens_wasted_")
