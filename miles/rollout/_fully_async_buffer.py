@@ -12,6 +12,10 @@
 must not have taken a group then. A store that refuses a group must say so, from `put` or from `get`, or the group
 counts as queued for ever: `unused_handler_fn(prompt_group)` has it generated again (or dropped, by
 `--async-unused-samples-handler`), `drop_fn(prompt_group)` drops it. The drain judges what it gets in any case.
+
+Finished groups of a restored run, and those of a batch that was given back, wait beside the store and are drained
+before it is asked. While they do, a group is put only where they and the store hold fewer than `capacity_groups`
+together; they do not count in `capacity_bytes`.
 """
 
 from __future__ import annotations

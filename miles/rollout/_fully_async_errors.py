@@ -23,12 +23,18 @@ class NothingGetsThrough(RuntimeError):
     """`--max-empty-batches` batches' worth of groups were turned down in a row."""
 
 
-def no_progress(waited: float, stuck: Sequence[GroupKey], now: float) -> NoProgress:
-    """The error that lists the groups in flight, oldest first: index, age, engine where known, state."""
+def no_progress(waited: float, stuck: Sequence[GroupKey], now: float, engines: Sequence[str]) -> NoProgress:
+    """The error that lists the groups in flight, oldest first: index, age, state, and the engine.
+
+    `engines`: those behind the router, none where it does not say. A request is at one of them, and the router does not
+    tell at which: only where there is one it is known, or where a generate function has put `engine` on its sample.
+    """
     lines = [f"no finished group for {waited:.0f} s, the limit of --no-progress-timeout; in flight:"]
-    lines += [f"  {_describe_stuck(key, now)}" for key in stuck[:_LISTED]]
+    anywhere = engines[0] if len(engines) == 1 else f"one of {len(engines)}" if engines else "not known"
+    lines += [f"  {_describe_stuck(key, now, anywhere)}" for key in stuck[:_LISTED]]
     lines += [f"  and {len(stuck) - _LISTED} more"] if len(stuck) > _LISTED else []
     lines += ["  nothing"] if not stuck else []
+    lines += [f"engines behind the router: {', '.join(engines)}"] if len(engines) > 1 else []
     return NoProgress("\n".join(lines))
 
 
@@ -51,7 +57,7 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {word}" for word, count in sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def _describe_stuck(key: GroupKey, now: float) -> str:
+def _describe_stuck(key: GroupKey, now: float, anywhere: str) -> str:
     samples = samples_of(key.prompt_group)
     states = Counter(sample.status.value for sample in samples)
     engines = sorted({str(engine) for sample in samples if (engine := getattr(sample, "engine", None)) is not None})
@@ -59,5 +65,5 @@ def _describe_stuck(key: GroupKey, now: float) -> str:
     return (
         f"{describe(key.prompt_group)}: {now - key.pulled_at:.0f} s old, {state}, "
         f"samples {', '.join(f'{count} {status}' for status, count in states.items())}, "
-        f"{key.slots} of {len(samples)} places held, engine {', '.join(engines) or 'not known'}"
+        f"{key.slots} of {len(samples)} places held, engine {', '.join(engines) or anywhere}"
     )

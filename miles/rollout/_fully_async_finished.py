@@ -29,8 +29,9 @@ _QUEUED = Owner.QUEUED
 class FinishedGroups:
     """`blocked` learns when a group waits for room."""
 
-    def __init__(self, store: DataBuffer, ledger: GroupLedger, blocked: ActiveTime) -> None:
+    def __init__(self, store: DataBuffer, ledger: GroupLedger, blocked: ActiveTime, capacity_groups: int) -> None:
         self.store = store
+        self.capacity_groups = capacity_groups
         self.returned: deque[GroupKey] = deque()
         self.waiting_puts = 0
         """Finished groups that wait for room."""
@@ -89,31 +90,46 @@ class FinishedGroups:
         """IN_FLIGHT to QUEUED, once there is room; unless a custom store has refused the group.
 
         Into the built-in store in the order of the calls: a large group that waits for many bytes must not see small
-        ones pass for ever.
+        ones pass for ever. A custom store is asked once what was given back leaves room for one more group beside it.
         """
         if not self.waiting_puts:
             self._blocked.begin(self._ledger.clock())
         self.waiting_puts += 1
         try:
             if self._builtin is None:
+                if self.returned and (self._line or self._ledger.queued >= self.capacity_groups):
+                    await self._stand_in_line(key)
                 await self.store.put(DataBufferInput(key.prompt_group, key.group or [], key))
                 if key.owner is Owner.IN_FLIGHT:  # else it was refused, or has been handed out already
                     self._ledger.queue(key)
             else:
-                let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._line.append((key, let_in))
-                await let_in
+                await self._stand_in_line(key)
         except asyncio.CancelledError:
-            self._fill()  # there may be room for the next one in the line, if that is smaller
+            if self._builtin is not None:
+                self._fill()  # there may be room for the next one in the line, if that is smaller
             raise
         finally:
             self.waiting_puts -= 1
             if not self.waiting_puts:
                 self._blocked.end(self._ledger.clock())
 
+    async def _stand_in_line(self, key: GroupKey) -> None:
+        let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((key, let_in))
+        await let_in
+
     def _fill(self) -> None:
-        """Let in those that stand in line, in order, as far as there is room: for each IN_FLIGHT to QUEUED."""
+        """A group was taken. Let in those that stand in line, in order, as far as there is room: for each IN_FLIGHT to
+        QUEUED; into a custom store one, and all once nothing is left of what was given back."""
         line = self._line
+        while line and self._builtin is None:
+            if self.returned and self._ledger.queued > self.capacity_groups:  # the group that was taken included
+                return
+            _, let_in = line.popleft()
+            if not let_in.done():  # else its task was cancelled
+                let_in.set_result(None)
+                if self.returned:
+                    return
         while line:
             key, let_in = line[0]
             if not let_in.done():  # else its task was cancelled

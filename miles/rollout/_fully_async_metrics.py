@@ -12,7 +12,6 @@ from miles.rollout._fully_async_ledger import RecycleReason
 from miles.rollout.filter_hub.base_types import MetricGatherer
 
 if TYPE_CHECKING:
-
     from miles.rollout._fully_async_ledger import GroupKey
     from miles.rollout._fully_async_staleness import VersionSplit
 

@@ -28,7 +28,11 @@ logger = logging.getLogger("miles.rollout.fully_async_rollout")
 
 
 class Refusals:
-    """Sends groups where they belong and counts them. `on_change` is called after each."""
+    """Sends groups where they belong and counts them. `on_change` is called after each.
+
+    Only what this process has generated counts for `--max-empty-batches`: a restored queue could use it up at once, and
+    so would each process that starts from there.
+    """
 
     def __init__(
         self, config: FullyAsyncConfig, ledger: GroupLedger, prompts: PromptSupply, on_change: Callable[[], None]
@@ -53,7 +57,7 @@ class Refusals:
         key.aborted = True  # its answers are forgotten, whether or not the data source takes it
         self._prompts.take_back(key.prompt_group)
         self._ledger.recycle(key, reason)
-        self._count(reason.value)
+        self._count(key, reason.value)
         return True
 
     def filtered(self, key: GroupKey, reason: str | None) -> None:
@@ -99,8 +103,9 @@ class Refusals:
 
     def _drop(self, key: GroupKey, reason: DropReason, word: str) -> None:
         self._ledger.drop(key, reason)
-        self._count(word)
+        self._count(key, word)
 
-    def _count(self, word: str) -> None:
-        self._in_a_row[word] += 1
+    def _count(self, key: GroupKey, word: str) -> None:
+        if key.finished_at is not None:
+            self._in_a_row[word] += 1
         self._on_change()

@@ -3,8 +3,9 @@
     books, prompts, versions --take_moment, on the loop--> Moment --encode, anywhere--> data --restore_state--> the same
 
 finished   groups that are queued or drained: prompt group and answers, in the order of their pulls
-prompts    groups that are in flight, and those of an earlier state that wait to be issued again: without answers
-ledger     counts
+prompts    without answers: groups that are in flight, those with an aborted or failed sample, which would start over
+           anyway, and those of an earlier state that wait to be issued again
+ledger     counts, in which all that is saved as a prompt is in flight
 versions   the trainer's weight versions
 data_source   its own `state_dict()`, None where it has none (the owner of the checkpoint calls its `save`)
 
@@ -129,18 +130,20 @@ class Moment:
 
 def take_moment(ledger: GroupLedger, versions: WeightVersions, prompts: PromptSupply) -> Moment:
     """No await inside."""
-    finished, unfinished = [], []
+    finished, unfinished, counts = [], [], ledger.state_dict()
     for key in ledger.open.values():
         held = [hold(sample) for sample in key.prompt_group]
-        if key.owner is Owner.IN_FLIGHT or key.group is None:
+        if key.owner is Owner.IN_FLIGHT or key.group is None or key.aborted:
             unfinished.append(held)
+            counts[key.owner.value] -= 1
+            counts[Owner.IN_FLIGHT.value] += 1
         else:
             known = {id(sample): fields for sample, fields in zip(key.prompt_group, held, strict=True)}
             finished.append((key.owner.value, held, _hold_all(key.group, known)))
     return Moment(
         finished,
         [[hold(sample) for sample in group] for group in prompts.waiting] + unfinished,
-        ledger.state_dict(),
+        counts,
         versions.state_dict(),
         prompts.state_dict(),
         frozenset(prompts.unsaveable),

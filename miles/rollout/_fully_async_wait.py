@@ -47,6 +47,9 @@ class WaitsForGroups:
     def _new_patience(self, now: float) -> Patience:
         raise NotImplementedError
 
+    async def _engine_urls(self) -> list[str]:
+        raise NotImplementedError
+
     async def _next_group(self, kept: int = 0) -> GroupKey | None:
         """The oldest finished group; waits for one, and returns None where none will come because the data has ended.
         Raises as soon as the worker has ended, queued groups or not."""
@@ -74,20 +77,21 @@ class WaitsForGroups:
                 if getting.done() or end_of_data.done():
                     return getting.done()
                 self._look_at(patience, loop.time(), kept)
+                if patience.is_over(now := loop.time()):
+                    stuck = self.ledger.held_by(Owner.IN_FLIGHT)
+                    raise no_progress(patience.waited(now), stuck, now, await self._engine_urls())
         finally:
             self._activity.waiting.end(loop.time())
             self._end_waiters.discard(end_of_data)
 
     def _look_at(self, patience: Patience, now: float, kept: int) -> None:
-        """Nothing has come for a while: warn, or give up."""
+        """Nothing has come for a while: warn from time to time."""
         self._group_tasks.notice_lost()
         self._raise_if_worker_ended()
         if not self.submission_gate.is_open:
             patience.renew(now)
-        in_flight = self.ledger.held_by(Owner.IN_FLIGHT)
-        if patience.is_over(now):
-            raise no_progress(patience.waited(now), in_flight, now)
-        if patience.should_warn(now):
+        if patience.should_warn(now) and not patience.is_over(now):
+            in_flight = self.ledger.held_by(Owner.IN_FLIGHT)
             logger.warning(
                 "no finished group for %.0f s: %d of %d groups kept, %d queued, %d of %d in flight%s",
                 patience.waited(now),

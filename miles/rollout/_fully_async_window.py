@@ -112,7 +112,14 @@ class LedgerWindow:
         self._before[self._names.index(f"{_PREFIX}/groups_recycled_{RecycleReason.RESTORED.value}")] -= restored
 
     def metrics(
-        self, *, in_flight_samples: int, in_flight_bound: int, queue_size: int, queue_bytes: int, sample_retries: int
+        self,
+        *,
+        in_flight_samples: int,
+        in_flight_bound: int,
+        queue_size: int,
+        queue_bytes: int,
+        sample_retries: int,
+        data_ended: bool,
     ) -> dict[str, float]:
         """The key set is fixed. Mean lengths are of samples; 0 where there were none.
 
@@ -134,6 +141,7 @@ class LedgerWindow:
             f"{_PREFIX}/queue_bytes": queue_bytes,
             f"{_PREFIX}/queue_peak": max(self._ledger.take_queue_peak(), queue_size),
             f"{_PREFIX}/sample_retries": sample_retries - retries_before,
+            f"{_PREFIX}/data_ended": int(data_ended),
         }
 
     def _read(self) -> list[int]:

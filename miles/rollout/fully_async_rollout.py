@@ -70,8 +70,9 @@ from miles.rollout._fully_async_window import Activity, LedgerWindow, loop_lag_m
 from miles.rollout._submission_gate import PausableSubmission, SubmissionGate
 from miles.rollout._weight_version import CachedWeightVersion, query_model_info
 from miles.rollout.base_types import EndOfData, RolloutFnConstructorInput, RolloutFnInput, RolloutFnTrainOutput
-from miles.rollout.filter_hub.base_types import acall_dynamic_filter
+from miles.rollout.filter_hub.base_types import NO_REASON, acall_dynamic_filter
 from miles.rollout.filter_hub.sample_filter import apply_sample_filter
+from miles.rollout.inference_rollout.engine_aborts import get_worker_urls
 from miles.rollout.inference_rollout.inference_rollout_common import GenerateState, generate_and_rm_group
 from miles.utils.http_utils import get
 from miles.utils.loop_lag import drain_loop_lag
@@ -147,7 +148,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
         self._group_tasks = GroupTasks(on_failure=self._leave)
         self._worker: asyncio.Future[Any] | None = None
         store = build_store(args, self._refusals, self.queue_capacity)
-        self._finished = FinishedGroups(store, self.ledger, self._activity.blocked)
+        self._finished = FinishedGroups(store, self.ledger, self._activity.blocked, self.queue_capacity)
         self._end_waiters: set[asyncio.Future[None]] = set()
         self._closed = False
         self._unreported = DrainReport()
@@ -417,7 +418,7 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
         self._raise_if_worker_ended()  # during the last one
         verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, key.group)
         if not verdict.keep:
-            report.drops.on_dynamic_filter_drop(verdict.reason)
+            report.drops.on_dynamic_filter_drop(verdict.reason or NO_REASON)
             self._refusals.filtered(key, verdict.reason)
         return verdict.keep
 
@@ -452,11 +453,21 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
                 queue_size=queue_size,
                 queue_bytes=self._finished.size_bytes,
                 sample_retries=getattr(self.state, "sample_retries", 0),
+                data_ended=self._prompts.ended,
             ),
             **self._activity.metrics(self._now()),
             **loop_lag_metrics(drain_loop_lag()),
             **report.metrics(queue_size=queue_size),
         }
+
+    async def _engine_urls(self) -> list[str]:
+        """Those behind the router, for a message; none where it does not say within a moment, for whatever reason."""
+        try:
+            async with asyncio.timeout(WEIGHT_VERSION_QUERY_TIMEOUT_SECS):
+                return await get_worker_urls(self.args, get)
+        except Exception as error:  # the message is about something worse
+            logger.warning("the router does not list its engines: %r", error)
+            return []
 
     def _new_patience(self, now: float) -> Patience:
         return Patience(now, warn_every=NO_PROGRESS_WARN_SECS, limit=self.config.no_progress_timeout)

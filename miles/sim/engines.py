@@ -371,8 +371,10 @@ class EnginePool:
             engine.set(paused=False)
         self.trace.add("update end", self.versions.current)
 
-    async def serve_model_info(self, url: str) -> dict[str, str]:
-        """What the router answers to the rollout's question for the weight version."""
+    async def answer_router(self, url: str) -> dict[str, Any]:
+        """What the router answers to the rollout's questions for its engines and for the weight version."""
+        if url.endswith("/workers"):
+            return {"workers": [{"url": f"engine-{i}"} for i in range(self.schedule.engines)]}
         return {"weight_version": str(self.versions.current_label)}
 
 

@@ -56,8 +56,7 @@ class Observer:
         self.counts: Counter[str] = Counter()  # of this process: pulled, returned, trained, dropped
         self.errors: list[tuple[float, BaseException]] = []
         self.began_at: dict[int, float] = {}  # when it was pulled, or re-issued after a restart
-        self.empty_batches: int | None = schedule.max_empty_batches
-        self.turned_down = 0  # groups in a row, since the filter let one pass
+        self.turned_down = 0  # groups in a row that this process has generated, since the filter let one pass
         self._judged: int | None = None  # the group that a call has taken and not decided about
         self._budget_is_used_up = False
         self._expected = MemoryDataset(schedule.prompts, schedule.seed)
@@ -94,7 +93,6 @@ class Observer:
         self.counts["returned"] += 1
         self._require_outstanding(index, "is given back to the data source")
         self.books.given_back[index] = self.books.outstanding.pop(index)
-        self.books.restored.discard(index)
         self._turn_down(index)
         for sample in group:
             if sample.tokens or sample.response or sample.reward is not None or sample.weight_versions:
@@ -107,7 +105,6 @@ class Observer:
         self.counts["dropped"] += 1
         self._require_outstanding(index, f"is dropped ({reason})")
         del self.books.outstanding[index]
-        self.books.restored.discard(index)
         self.books.dropped[index] = reason
         self._turn_down(index)
         self.trace.add("drop", index, reason)
@@ -137,10 +134,12 @@ class Observer:
         self.turned_down, self._judged = 0, None
 
     def _turn_down(self, index: int) -> None:
-        self.turned_down += 1
+        if index not in self.books.restored or index in self.began_at:  # else it was finished before the restart
+            self.turned_down += 1
+        self.books.restored.discard(index)
         if index == self._judged:
             self._judged = None
-            most = self.empty_batches
+            most = self.schedule.max_empty_batches
             self._budget_is_used_up = most is not None and self.turned_down >= most * self.schedule.rollout_batch_size
 
     def require_no_end(self) -> None:
@@ -150,7 +149,7 @@ class Observer:
 
     def nothing_gets_through(self, message: str) -> None:
         """A call raises NothingGetsThrough."""
-        most = self.empty_batches
+        most = self.schedule.max_empty_batches
         if most is None or self.turned_down < most * self.schedule.rollout_batch_size:
             self.trace.violate(f"a call gives up after {self.turned_down} groups in a row: {message}")
         if not message.startswith(f"{self.turned_down} finished groups in a row were turned down"):

@@ -233,7 +233,6 @@ class TrainingProcess:
             raise DataEnded from error
         except NothingGetsThrough as error:
             self.observer.nothing_gets_through(str(error))
-            self._raise_budget()
             raise Crash from error
         except NoProgress as error:
             waits.gave_up(str(error), loop.time(), sorted(+self.engines.in_generation))
@@ -264,11 +263,6 @@ class TrainingProcess:
         self.observer.drained(index)
         if self._waits is not None:
             self._waits.group_came(asyncio.get_running_loop().time())
-
-    def _raise_budget(self) -> None:
-        """Whoever restarts the run grants it more empty batches: the groups that used them up may be in the save."""
-        self.args.max_empty_batches *= 2
-        self.observer.empty_batches = self.args.max_empty_batches
 
     def _require_expected(self, error: BaseException) -> None:
         """Raise Violation unless this is the error of user code, or says what came of its misbehaviour."""

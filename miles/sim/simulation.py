@@ -108,7 +108,7 @@ def _seams(simulation: Simulation) -> Iterator[None]:
         ):
             stack.enter_context(function_registry.temporary(name, function))
         stack.enter_context(use_user_calls(InlineUserCalls()))
-        heart.get, heart.OUTPUT_QUEUE_MAX_GROUPS = simulation.engines.serve_model_info, QUEUE_GROUPS
+        heart.get, heart.OUTPUT_QUEUE_MAX_GROUPS = simulation.engines.answer_router, QUEUE_GROUPS
         try:
             yield
         finally:

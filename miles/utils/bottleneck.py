@@ -4,6 +4,7 @@
     generation waits  both: they wait for each other     training
     it does not       generation                         training, where finished groups pile up; weight updates,
                                                          where they take long; else neither
+    the data has ended, and what waits waits for that: neither
 
 Pure: the same metrics give the same sentence. A share counts from `NOTICEABLE` on.
 """
@@ -76,6 +77,7 @@ class Shares:
         self.queue_size = of("queue_size")
         self.piles_up = bool(trained) and self.queue_size >= trained
         self.standstill = of("event_loop_lag_max_seconds")
+        self.data_ended = of("data_ended") >= 0.5  # in most of the steps
         self.full = not of("in_flight_bound") or of("in_flight_samples") >= 0.5 * of("in_flight_bound")
         self.older_in_queue = of("trained_staleness_in_queue_mean") > of("trained_staleness_in_flight_mean")
 
@@ -92,6 +94,8 @@ def diagnose(metrics: Mapping[str, float]) -> Diagnosis | None:
     trainer_waits, generation_waits = shares.trainer_waits >= NOTICEABLE, shares.generation_waits >= NOTICEABLE
     if shares.evaluation >= NOTICEABLE and shares.evaluation > shares.trainer_waits:
         return _evaluation(shares)
+    if shares.data_ended and (trainer_waits or generation_waits) and shares.blocked < NOTICEABLE and not shares.full:
+        return _end_of_data(shares)
     if trainer_waits and generation_waits:
         return _both(shares)
     if trainer_waits:
@@ -107,6 +111,15 @@ def _evaluation(s: Shares) -> Diagnosis:
         "evaluation",
         f"Evaluation is the bottleneck, it took {s.evaluation:.0%} of the time: evaluate less often, on fewer prompts, "
         "or on engines of its own.",
+    )
+
+
+def _end_of_data(s: Shares) -> Diagnosis:
+    return Diagnosis(
+        "neither",
+        "end of data",
+        f"The data is ending, so that the trainer waited for {s.trainer_waits:.0%} and generation stood still for "
+        f"{s.generation_idle:.0%} of the time: nothing to change.",
     )
 
 
@@ -142,7 +155,7 @@ def _why_generation_is_slow(s: Shares) -> tuple[str, str]:
     if not s.full:
         return "not full", (
             "less than half of the samples that may be in flight were; look for a submission that is held back by "
-            "--max-weight-staleness or by an evaluation, or for the end of the data"
+            "--max-weight-staleness or by an evaluation"
         )
     return "engines", (
         "raise --async-max-concurrent-samples until the engines are busy, then add engines, or shorten the answers"

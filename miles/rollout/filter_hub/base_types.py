@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+NO_REASON = "unspecified"
+"""What stands in the metrics for a verdict without a reason."""
+
+
 @dataclass
 class DynamicFilterOutput:
     """The verdict on one group. `reason` is a short word for the metrics: why a group is not kept."""
@@ -67,7 +71,8 @@ class _Argument:
 
 
 class MetricGatherer:
-    """Counts the dropped groups of one rollout by reason. Groups dropped without a reason are not counted."""
+    """Counts the dropped groups of one rollout by reason. Those without a reason are not counted here: the
+    rollouts say `NO_REASON` for them."""
 
     def __init__(self) -> None:
         self._drops: Counter[str] = Counter()

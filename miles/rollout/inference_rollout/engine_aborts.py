@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles.rollout.generate_utils.generate_endpoint_utils import router_url
 from miles.utils.http_utils import HttpRequestError, get, post
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +19,16 @@ ABORT_TIMEOUT_SECS = 5.0
 """Seconds for ending the requests of one attempt, all engines together."""
 
 
-async def get_worker_urls(args: Namespace) -> list[str]:
-    """The addresses of the engines behind the router, each once ("@rank" suffixes of data-parallel ranks removed)."""
+async def get_worker_urls(args: Namespace, ask: Callable[[str], Awaitable[Any]] | None = None) -> list[str]:
+    """The addresses of the engines behind the router, each once ("@rank" suffixes of data-parallel ranks removed).
+
+    `ask(url)` is the HTTP GET, that of `http_utils` by default.
+    """
+    ask = ask or get
     if getattr(args, "use_miles_router", False):
-        urls = (await get(router_url(args, "/list_workers")))["urls"]
+        urls = (await ask(router_url(args, "/list_workers")))["urls"]
     else:
-        urls = [worker["url"] for worker in (await get(router_url(args, "/workers")))["workers"]]
+        urls = [worker["url"] for worker in (await ask(router_url(args, "/workers")))["workers"]]
     return list(dict.fromkeys(url.rpartition("@")[0] or url for url in urls))
 
 

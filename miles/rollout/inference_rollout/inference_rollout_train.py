@@ -17,7 +17,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout.base_types import EndOfData, RolloutFnTrainOutput
-from miles.rollout.filter_hub.base_types import MetricGatherer, acall_dynamic_filter
+from miles.rollout.filter_hub.base_types import NO_REASON, MetricGatherer, acall_dynamic_filter
 from miles.rollout.filter_hub.sample_filter import apply_sample_filter
 from miles.rollout.inference_rollout.compatibility import shorten
 from miles.rollout.inference_rollout.engine_aborts import get_worker_urls
@@ -138,7 +138,7 @@ class _BatchCollection:
             self._finished.append(group)
             verdict = await acall_dynamic_filter(self._dynamic_filter, self.args, group)
             if not verdict.keep:
-                self._metrics.on_dynamic_filter_drop(reason=verdict.reason)
+                self._metrics.on_dynamic_filter_drop(reason=verdict.reason or NO_REASON)
             elif len(self._kept) < self._target:
                 self._kept.append(group)
             else:

@@ -45,7 +45,8 @@ def test_three_rollouts_cold_start_warm_queue_and_drain_across_an_update(launche
     assert all(0 <= step["rollout/fully_async/train_idle_fraction"] <= 1 for step in run.steps())
     assert all(step["rollout/fully_async/weight_update_pause_seconds"] > 0 for step in run.steps())
     events = json.loads((run.run_dir / "trace.json").read_text())
-    assert {"training 1", "training 2", "training 3", "weight update", "requests in flight"} <= {e["name"] for e in events}
+    names = {event["name"] for event in events}
+    assert {"training 1", "training 2", "training 3", "weight update", "requests in flight", "sample"} <= names
     phases = [(e["name"], e["args"]["then"]) for e in events if e["ph"] == "b"]
     assert phases.count(("queued", "drained")) >= 12
     assert phases.count(("with the trainer", "trained")) >= 8

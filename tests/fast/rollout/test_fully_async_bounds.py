@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from typing import Any
 
@@ -186,6 +187,39 @@ async def test_limit_zero_never_hangs(monkeypatch, tell, acknowledge, moves):
             if acknowledge:
                 fn.acknowledge(step)
             engines.version += moves
+
+
+@pytest.mark.parametrize("new_version", [True, False], ids=["next version", "same version"])
+@pytest.mark.parametrize(("interval", "steps"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3)])
+@virtual
+async def test_limit_zero_is_strict_and_never_hangs_after_a_resume(monkeypatch, interval, steps, new_version):
+    """Saved between two updates, too, with finished groups in the queue and others in flight."""
+    engines = Engines()
+    flags: dict[str, Any] = {"rollout_batch_size": 3, "max_weight_staleness": 0, "update_weights_interval": interval}
+
+    async def go_on(fn: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            output = await asyncio.wait_for(fn(train(step)), 10)
+            assert {version for s in output.samples for m in s for version in m.weight_versions} == {
+                str(engines.version)
+            }
+            await asyncio.sleep(0.5)  # within it groups may start; they are saved in flight
+            fn.acknowledge(step)
+            if (step + 1) % interval == 0:
+                engines.version += 1
+                fn.on_weight_version(engines.version)
+
+    async with running(monkeypatch, engines, **flags) as fn:
+        fn.on_weight_version(1)
+        await go_on(fn, 0, steps)
+        await asyncio.sleep(1.2 if steps % 2 else 0)
+        state = json.loads(json.dumps(fn.snapshot()))
+    async with running(monkeypatch, engines, **flags) as fn:
+        fn.restore(state)
+        engines.version += new_version
+        fn.on_weight_version(engines.version)
+        await go_on(fn, steps, steps + 5)
+        fn.ledger.check()
 
 
 @virtual

@@ -518,7 +518,7 @@ async def test_ramp_gives_other_tasks_their_turn(monkeypatch):
             pulled_at_each_turn.append(len(fn.data_source.pulled))
         await cancel(drain)
     steps = [b - a for a, b in itertools.pairwise(pulled_at_each_turn)]
-    assert max(steps) <= module._SUBMISSIONS_A_TURN
+    assert max(steps) <= module._GROUPS_A_TURN
 
 
 @virtual

@@ -38,12 +38,27 @@ FIXED = {
     *(f"groups_recycled_{reason}" for reason in RECYCLE_REASONS),
     *(f"groups_dropped_{reason}" for reason in DROP_REASONS),
     *(f"tokens_wasted_{reason}" for reason in (*RECYCLE_REASONS, *DROP_REASONS)),
-    *("aborted_groups_recycled", "stale_groups_recycled"),
+    *("aborted_groups_recycled", "stale_groups_recycled", "data_ended"),
 }
 
 
 def fully_async(metrics: dict[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(PREFIX): value for key, value in metrics.items() if key.startswith(PREFIX)}
+
+
+def test_every_key_of_the_fixed_set_is_documented():
+    """In the first column of the user guide's tables, where `_{a,b}` stands for two keys and `<reason>` for several."""
+    page = (Path(__file__).parents[3] / "docs" / "user-guide" / "fully-async.md").read_text()
+    section = page.split("### `rollout/fully_async/`")[1].split("\n### ")[0]
+    documented = set()
+    for row in re.findall(r"^\| (`.*?) \| .{10}", section, re.MULTILINE):
+        for name in re.findall(r"`(.*?)`", row):
+            prefix, _, rest = name.partition("{")
+            choices, _, suffix = rest.partition("}")
+            documented |= {prefix + choice + suffix for choice in choices.split(",")}
+    reasons = "|".join({*RECYCLE_REASONS, *DROP_REASONS})
+    keys = {re.sub(rf"^((groups_(recycled|dropped)|tokens_wasted)_)({reasons})$", r"\1<reason>", key) for key in FIXED}
+    assert keys | BY_DRIVER <= documented
 
 
 def wasted(metrics: dict[str, Any]) -> dict[str, int]:

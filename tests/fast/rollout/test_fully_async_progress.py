@@ -44,9 +44,42 @@ class Finite(FakeDataSource):
 # ---- no progress
 
 
+async def _stuck(monkeypatch: pytest.MonkeyPatch, workers: Any) -> list[str]:
+    """The lines of the error where the router answers `workers`."""
+
+    async def router(url: str) -> Any:
+        assert url.endswith("/workers")
+        if workers is None:
+            await asyncio.Event().wait()
+        return workers
+
+    monkeypatch.setattr(module, "get", router)
+    async with running(monkeypatch, GatedGeneration(), rollout_batch_size=2, no_progress_timeout=100) as fn:
+        with pytest.raises(NoProgress) as raised:
+            await fn(train())
+    return str(raised.value).splitlines()
+
+
+@virtual
+async def test_no_progress_names_the_engines(monkeypatch):
+    first, second = {"url": "http://engine-1"}, {"url": "http://engine-2"}
+    lines = await _stuck(monkeypatch, {"workers": [first]})
+    assert len(lines) == 3 and all(line.endswith("engine http://engine-1") for line in lines[1:])
+    lines = await _stuck(monkeypatch, {"workers": [first, second]})
+    assert all(line.endswith("engine one of 2") for line in lines[1:-1])
+    assert lines[-1] == "engines behind the router: http://engine-1, http://engine-2"
+    for no_answer in (None, {"error": "overloaded"}):
+        assert all(line.endswith("engine not known") for line in (await _stuck(monkeypatch, no_answer))[1:])
+
+
 @virtual
 async def test_no_progress_stops_the_call_and_lists_the_stuck_groups(monkeypatch):
     generate = GatedGeneration()
+
+    async def no_router(url: str) -> Any:
+        return {"workers": []}
+
+    monkeypatch.setattr(module, "get", no_router)
     async with running(monkeypatch, generate, rollout_batch_size=2, no_progress_timeout=100) as fn:
         call = asyncio.create_task(fn(train()))
         await asyncio.sleep(60)
@@ -156,6 +189,15 @@ async def test_what_is_left_at_the_end_of_the_data_is_the_last_batch(monkeypatch
                 await fn(train(3))
         assert fn.ledger.trained == 7
         assert fn.ledger.pulled == 7
+
+
+@virtual
+async def test_the_metrics_say_that_the_data_has_ended(monkeypatch):
+    async with running(monkeypatch, data_source=Finite(8), rollout_batch_size=2) as fn:
+        metrics = [(await fn(train(step))).metrics for step in range(2)]
+        await settle()
+        metrics += [(await fn(train(step))).metrics for step in range(2, 4)]
+    assert [step["rollout/fully_async/data_ended"] for step in metrics] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("batches", [0, 2])

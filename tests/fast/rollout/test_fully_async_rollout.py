@@ -288,6 +288,14 @@ async def test_dynamic_filter_drops_group_without_recycling(monkeypatch):
 
 
 @virtual
+async def test_groups_that_a_filter_drops_without_a_reason_are_counted(monkeypatch):
+    async with fed_by_hand(monkeypatch, finished(0, reward=0.0), finished(1), finished(2)) as fn:
+        fn._dynamic_filter = lambda args, group: group[0].reward != 0.0
+        output = await fn(train())
+    assert output.metrics["rollout/dynamic_filter/drop_unspecified"] == 1
+
+
+@virtual
 async def test_sample_filter_marks_samples_without_shrinking_the_batch(monkeypatch):
     seen = []
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from miles.rollout._fully_async_ledger import RecycleReason
 from miles.rollout._fully_async_prompts import retries_of
 from miles.rollout.sample_codec import SampleCodecError
+from miles.utils.misc import function_registry
 from miles.utils.types import Sample
 from tests.fast.fakes import FakeDataSource, GatedGeneration, answer, finished, group_indexes, prompt_group
 from tests.fast.rollout.fully_async_setup import build, fed_by_hand, running, train
@@ -280,6 +282,99 @@ async def test_a_finished_group_that_cannot_be_saved_is_generated_again_by_the_r
         fn.ledger.check()
         call.cancel()
         await asyncio.wait({call})
+
+
+@pytest.mark.parametrize("status", [ABORTED, Sample.Status.FAILED])
+@virtual
+async def test_a_finished_group_without_all_its_answers_is_saved_as_its_prompt(monkeypatch, status):
+    generate = GatedGeneration()
+    async with running(
+        monkeypatch, generate, SavedSource(), rollout_batch_size=1, async_max_concurrent_samples=6
+    ) as fn:
+        call = asyncio.create_task(fn(train(0)))
+        await settle()
+        generate.finish(0)
+        await call
+        generate.finish(1, make=lambda group: answer(group, status=status))
+        generate.finish(2)
+        await settle()
+        assert fn.queue_size == 2 and fn.ledger.in_flight == 3
+        state = through_json(fn.snapshot())
+        assert fn.ledger.queued == 2, "a snapshot changes nothing"
+
+    assert [group["group"][0]["group_index"] for group in state["finished"]] == [0, 2]
+    assert [group[0]["group_index"] for group in state["prompts"]] == [1, 3, 4, 5]
+    assert state["prompts"][0][0].get("response", "") == ""
+    assert [state["ledger"][owner] for owner in ("pulled", "in_flight", "queued", "drained")] == [6, 4, 1, 1]
+
+    generate = GatedGeneration()
+    async with running(monkeypatch, generate, SavedSource(), rollout_batch_size=3, max_empty_batches=1) as fn:
+        fn.restore(state)
+        assert (fn.ledger.queued, fn.ledger.recycled) == (2, 4)
+        call = asyncio.create_task(fn(train(1)))
+        await settle()
+        assert generate.started == [1, 3, 4]
+        generate.finish(1)
+        assert group_indexes((await call).samples) == [0, 1, 2]
+        fn.ledger.check()
+
+
+@virtual
+async def test_what_is_restored_and_turned_down_does_not_use_up_the_budget(monkeypatch):
+    """Else each process that starts from there would end at once."""
+    flags: dict[str, Any] = {"rollout_batch_size": 2, "max_weight_staleness": 1, "max_empty_batches": 1}
+    pairs = [finished(i, versions=("3",)) for i in range(3)]
+    async with fed_by_hand(monkeypatch, *pairs, data_source=SavedSource(), rollout_batch_size=3) as fn:
+        fn.on_weight_version(3)
+        await fn(train())
+        state = through_json(fn.snapshot())
+
+    async with running(monkeypatch, data_source=SavedSource(), **flags) as fn:
+        fn.restore(state)
+        fn.on_weight_version(9)
+        assert len((await fn(train(1))).samples) == 2
+        assert fn.ledger.recycled_by[RecycleReason.STALE] == 3
+
+
+class Queue:
+    """A store of one's own: first in, first out, of any size."""
+
+    def __init__(self, input: Any) -> None:
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def put(self, item: Any) -> None:
+        await self.queue.put(item)
+
+    async def get(self, **context: Any) -> Any:
+        return await self.queue.get()
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {}
+
+
+@virtual
+async def test_restored_groups_beside_a_custom_store_count_in_its_capacity(monkeypatch):
+    flags: dict[str, Any] = {"rollout_batch_size": 2, "async_data_buffer_capacity_factor": 2}
+    async with running(monkeypatch, data_source=SavedSource(), **flags) as fn:
+        await fn(train(0))
+        await settle(50)
+        state = through_json(fn.snapshot())
+    with function_registry.temporary("queue", Queue):
+        async with running(
+            monkeypatch, data_source=SavedSource(), custom_async_data_buffer_path="queue", **flags
+        ) as fn:
+            fn.restore(state)
+            sizes = [fn.queue_size]
+            for step in range(1, 3):
+                await fn(train(step))
+                fn.acknowledge(step)
+                await settle(50)
+                sizes.append(fn.queue_size)
+            assert sizes == [6, 4, 4]
+            fn._finished.put_back([])
+            await fn(train(3))  # nothing is left of what was restored: the store decides for itself
+            await settle(50)
+            assert not fn._finished.returned and not fn._finished._line
 
 
 @pytest.mark.parametrize("place", ["metadata", "attribute", "label"])

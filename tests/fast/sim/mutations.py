@@ -195,7 +195,7 @@ def no_progress_noticed_at_the_next_warning(patch: pytest.MonkeyPatch) -> None:
 
 def stuck_groups_not_listed(patch: pytest.MonkeyPatch) -> None:
     """The error says that there is no progress and not of what."""
-    patch.setattr(waiting, "no_progress", lambda waited, stuck, now: no_progress(waited, [], now))
+    patch.setattr(waiting, "no_progress", lambda waited, stuck, now, engines: no_progress(waited, [], now, engines))
 
 
 def empty_batches_not_counted(patch: pytest.MonkeyPatch) -> None:

@@ -135,15 +135,17 @@ async def test_groups_finished_beyond_the_batch_go_back_as_fresh_prompts(engine,
     assert all(s.response == "" and s.reward is None for group in fn.data_source.buffer for s in group)
 
 
-async def test_dynamic_filter_drops_groups_and_refills(engine, register):
+@pytest.mark.parametrize("reason", ["even", None])
+async def test_dynamic_filter_drops_groups_and_refills(engine, register, reason):
     def only_odd(args, group, **kwargs):
-        return DynamicFilterOutput(group[0].group_index % 2 == 1, reason="even")
+        odd = group[0].group_index % 2 == 1
+        return odd if reason is None else DynamicFilterOutput(odd, reason)
 
     register("test:filter", only_odd)
     fn = rollout_fn(engine, dynamic_sampling_filter_path="test:filter")
     output = await fn(RolloutFnTrainInput(0))
     assert indices(output.samples) == [1, 3]
-    assert output.metrics == {"rollout/dynamic_filter/drop_even": 2}
+    assert output.metrics == {f"rollout/dynamic_filter/drop_{reason or 'unspecified'}": 2}
     assert fn.data_source.get_buffer_length() == 0
 
 
