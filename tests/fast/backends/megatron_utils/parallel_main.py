@@ -10,8 +10,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +87,20 @@ def run(job: Job, *, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights}
 
 
+def agree_on_port(file: Path, rank: int) -> int:
+    """Where rank 0 meets the others, chosen when it is about to listen: a port that is free now may not be so later."""
+    if rank == 0:
+        part = file.with_suffix(".part")
+        part.write_text(str(find_available_port()), encoding="utf-8")
+        part.rename(file)
+    while not file.is_file():
+        time.sleep(0.01)
+    return int(file.read_text(encoding="utf-8"))
+
+
 def run_world(jobs: Sequence[Job], world_size: int, directory: Path, timeout: float = 240) -> list[dict[str, Any]]:
     """Per rank {job: result} of a world that goes through `jobs`, in processes of its own."""
-    described = [asdict(job) | {"port": find_available_port()} for job in jobs]
-    (directory / "jobs.json").write_text(json.dumps(described), encoding="utf-8")
+    (directory / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
     outputs = [directory / f"rank-{rank}.pt" for rank in range(world_size)]
     module = "tests.fast.backends.megatron_utils.parallel_main"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -131,5 +142,8 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], where: Any, to
 if __name__ == "__main__":
     rank, world_size, jobs_file, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     jobs = [Job(**values) for values in json.loads(Path(jobs_file).read_text(encoding="utf-8"))]
-    results = {job.name: run(job, rank=rank, world_size=world_size) for job in jobs}
+    results = {}
+    for number, job in enumerate(jobs):
+        port = agree_on_port(Path(jobs_file).with_name(f"port-{number}"), rank)
+        results[job.name] = run(replace(job, port=port), rank=rank, world_size=world_size)
     torch.save(results, out)
