@@ -56,6 +56,8 @@ class Observer:
         self.counts: Counter[str] = Counter()  # of this process: pulled, returned, trained, dropped
         self.errors: list[tuple[float, BaseException]] = []
         self.began_at: dict[int, float] = {}  # when it was pulled, or re-issued after a restart
+        self.empty_batches: int | None = schedule.max_empty_batches
+        self.gave_up_after: object = None  # the save that a process had when nothing got through last
         self.turned_down = 0  # groups in a row that this process has generated, since the filter let one pass
         self._judged: int | None = None  # the group that a call has taken and not decided about
         self._budget_is_used_up = False
@@ -139,7 +141,7 @@ class Observer:
         self.books.restored.discard(index)
         if index == self._judged:
             self._judged = None
-            most = self.schedule.max_empty_batches
+            most = self.empty_batches
             self._budget_is_used_up = most is not None and self.turned_down >= most * self.schedule.rollout_batch_size
 
     def require_no_end(self) -> None:
@@ -149,7 +151,7 @@ class Observer:
 
     def nothing_gets_through(self, message: str) -> None:
         """A call raises NothingGetsThrough."""
-        most = self.schedule.max_empty_batches
+        most = self.empty_batches
         if most is None or self.turned_down < most * self.schedule.rollout_batch_size:
             self.trace.violate(f"a call gives up after {self.turned_down} groups in a row: {message}")
         if not message.startswith(f"{self.turned_down} finished groups in a row were turned down"):

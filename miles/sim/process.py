@@ -233,6 +233,7 @@ class TrainingProcess:
             raise DataEnded from error
         except NothingGetsThrough as error:
             self.observer.nothing_gets_through(str(error))
+            self._raise_budget_where_that_was_all()
             raise Crash from error
         except NoProgress as error:
             waits.gave_up(str(error), loop.time(), sorted(+self.engines.in_generation))
@@ -263,6 +264,14 @@ class TrainingProcess:
         self.observer.drained(index)
         if self._waits is not None:
             self._waits.group_came(asyncio.get_running_loop().time())
+
+    def _raise_budget_where_that_was_all(self) -> None:
+        """A second process in a row that starts from this save has found nothing among what it generated itself: the
+        budget is too small for this run (one late group can use it up), and whoever restarts it grants more."""
+        if self.observer.gave_up_after is self.save:
+            self.args.max_empty_batches *= 2
+            self.observer.empty_batches = self.args.max_empty_batches
+        self.observer.gave_up_after = self.save
 
     def _require_expected(self, error: BaseException) -> None:
         """Raise Violation unless this is the error of user code, or says what came of its misbehaviour."""
