@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -55,6 +57,19 @@ class ChildProcess:
     @property
     def is_running(self) -> bool:
         return self._popen.poll() is None
+
+    def listens_on(self, port: int) -> bool:
+        """Whether this process, or one that it started, is who answers at TCP port `port` of this machine."""
+        try:
+            root = psutil.Process(self.pid)
+            family = [root, *root.children(recursive=True)]
+            return any(
+                connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+                for process in family
+                for connection in process.net_connections("tcp")
+            )
+        except psutil.NoSuchProcess:
+            return False
 
     async def wait_died(self) -> ProcessDied:
         """Wait until the process has ended, then return the error that tells it."""

@@ -46,7 +46,7 @@ class EngineActor:
         """Start the server and return its URL: once it is healthy on node 0, at once on the others.
 
         Raises ProcessDied where it ends first. A port that somebody took between its choice and its use is chosen
-        anew.
+        anew, also where that somebody is another run's engine, which answers as healthily as ours.
         """
         for attempt in range(1, _START_ATTEMPTS + 1):
             place = self._place(dist_init_addr)
@@ -60,8 +60,10 @@ class EngineActor:
                 if attempt == _START_ATTEMPTS or not _port_was_taken(error):
                     raise
             else:
-                break
-        return url
+                if self._server.listens_on(place.port):
+                    return url
+                await self._server.stop()
+        raise ProcessDied(f"{self.name}: each of {_START_ATTEMPTS} ports was taken by another process before it could")
 
     async def pids(self) -> dict[str, int]:
         """Process ids of the actor and of its server."""

@@ -120,7 +120,8 @@ def test_where_all_engines_hang_the_run_ends_with_no_progress_in_time():
 def test_where_the_filter_drops_everything_the_run_ends_with_its_budget():
     drops = Fault(FaultKind.FILTER_DROPS_MANY, 2, seconds=6.0)
     report = simulate(Schedule(steps=4, max_empty_batches=3, faults=(drops,)))
-    assert [details for _, kind, details in report.trace.events if kind == "nothing gets through"] == [(6,)]
+    ends = [details for _, kind, details in report.trace.events if kind == "nothing gets through"]
+    assert ends == [(6,), (6,)]  # two processes in a row, before the budget is raised
     assert not simulate(Schedule(steps=4, faults=(drops,))).trace.met("nothing gets through")
 
 

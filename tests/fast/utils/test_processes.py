@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -59,3 +60,20 @@ os.kill(os.getpid(), 9)
     pid = int(parent.stdout)
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
     assert not psutil.pid_exists(pid)
+
+
+async def test_a_child_is_told_from_whoever_else_answers_at_a_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        code = (
+            "import socket, time; server = socket.create_server(('127.0.0.1', 0)); "
+            "print('port', server.getsockname()[1], flush=True); time.sleep(600)"
+        )
+        child = ChildProcess("engine-0", [sys.executable, "-c", code], tmp_path / "log")
+        await wait_for_line(child.log_path, "port ")
+        await wait_for_line(child.log_path, "\n")
+        own = int(child.log_path.read_text().split()[1])
+        assert child.listens_on(own)
+        assert not child.listens_on(port)
+        await child.stop()
+        assert not child.listens_on(own)
