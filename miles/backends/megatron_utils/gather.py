@@ -20,12 +20,12 @@ from megatron.core import parallel_state
 
 from miles.backends.megatron_utils.converter import ParamSpec, unshard
 from miles.backends.megatron_utils.weights import local_params
+from miles.utils.grouping import groups_up_to
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from miles.backends.megatron_utils.hf_config import HFModelConfig
-    from miles.backends.megatron_utils.layout import ParallelLayout
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -92,39 +92,26 @@ class GatherPlan:
         """The parameters with these first Hugging Face names."""
         return GatherPlan(tuple(param for param in self.params if param.spec.hf_names[0] in names))
 
-    def buckets(self, max_bytes: int, dtype: torch.dtype | None = None) -> Iterator[tuple[GlobalParam, ...]]:
+    def buckets(self, max_bytes: int, dtype: torch.dtype | None = None) -> Iterator[list[GlobalParam]]:
         """Consecutive parameters whose full tensors have `max_bytes` together at most, unless one alone has more.
 
         `dtype`: of what is moved, where it is not the parameters themselves.
         """
-        bucket: list[GlobalParam] = []
-        size = 0
-        for param in self.params:
-            nbytes = param.shard_elements * len(param.owners) * (dtype or param.dtype).itemsize
-            if bucket and size + nbytes > max_bytes:
-                yield tuple(bucket)
-                bucket, size = [], 0
-            bucket.append(param)
-            size += nbytes
-        if bucket:
-            yield tuple(bucket)
+
+        def nbytes(param: GlobalParam) -> int:
+            return param.shard_elements * len(param.owners) * (dtype or param.dtype).itemsize
+
+        return groups_up_to(max_bytes, self.params, nbytes)
 
 
-def gathered_buckets(
-    model: Sequence[torch.nn.Module], hf: HFModelConfig, layout: ParallelLayout, max_bytes: int
+def gathered_weights(
+    plan: GatherPlan, model: Sequence[torch.nn.Module], hf: HFModelConfig, max_bytes: int
 ) -> Iterator[list[NamedTensor]]:
     """Hugging Face names and full weights, a bucket at a time: on rank 0; the other ranks get empty lists.
 
     A collective of all trainer ranks, which must take every bucket, in lockstep. The tensors are new or detached views
     of the parameters: to be used before the next optimizer step.
     """
-    yield from gathered_weights(GatherPlan.make(model, hf), model, hf, max_bytes)
-
-
-def gathered_weights(
-    plan: GatherPlan, model: Sequence[torch.nn.Module], hf: HFModelConfig, max_bytes: int
-) -> Iterator[list[NamedTensor]]:
-    """`gathered_buckets` with a plan that was made before."""
     own = {local.spec.hf_names: local.parameter.detach() for local in local_params(model, hf) if not local.is_copy}
     for bucket in plan.buckets(max_bytes):
         yield collect(bucket, own, hf)

@@ -1,9 +1,11 @@
-"""How many ranks share what of a model, and which sizes fit a number of ranks and a model. Standard library only."""
+"""Which sizes of the parallel dimensions fit a number of ranks and a model. Standard library only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from miles.utils.parallel_sizes import ParallelSizes
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -12,31 +14,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ParallelLayout:
-    """Sizes of the model-parallel dimensions; data parallelism takes the ranks that are left."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    virtual: int = 1
-    """Stages that each pipeline rank holds, interleaved; 1: the plain one-forward-one-backward schedule."""
-    sequence_parallel: bool = False
+class ParallelLayout(ParallelSizes):
+    """The sizes, and whether they fit a number of ranks and a model."""
 
     @staticmethod
     def from_args(args: Namespace, world_size: int) -> ParallelLayout:
         """Raises ValueError where the sizes do not divide `world_size`, or this machine cannot run a dimension."""
-        tensor = getattr(args, "tensor_model_parallel_size", None) or 1
-        layout = ParallelLayout(
-            tensor=tensor,
-            pipeline=getattr(args, "pipeline_model_parallel_size", None) or 1,
-            context=getattr(args, "context_parallel_size", None) or 1,
-            expert=getattr(args, "expert_model_parallel_size", None) or 1,
-            expert_tensor=getattr(args, "expert_tensor_parallel_size", None) or tensor,
-            virtual=getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1,
-            sequence_parallel=bool(getattr(args, "sequence_parallel", False)) and tensor > 1,
-        )
+        layout = ParallelLayout(**ParallelSizes.fields_from(args))
         layout.check_world(world_size)
         return layout
 
@@ -60,10 +44,6 @@ class ParallelLayout:
             raise ValueError(
                 f"--num-virtual-stages-per-pipeline-rank {self.virtual} needs --pipeline-model-parallel-size above 1"
             )
-
-    def data_size(self, world_size: int) -> int:
-        """Number of data-parallel ranks: those that get different samples."""
-        return world_size // (self.tensor * self.pipeline * self.context)
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -128,11 +108,3 @@ class ParallelLayout:
                 f"--tensor-model-parallel-size {self.tensor} with experts needs --sequence-parallel: else every rank "
                 "would send all tokens to them"
             )
-
-
-def uneven_pipeline(args: Namespace) -> dict[str, int | None]:
-    """The arguments of `ParallelLayout.check_model` that say how many layers the outer pipeline ranks have."""
-    return {
-        "first_layers": getattr(args, "decoder_first_pipeline_num_layers", None),
-        "last_layers": getattr(args, "decoder_last_pipeline_num_layers", None),
-    }

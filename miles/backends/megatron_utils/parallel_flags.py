@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles.backends.megatron_utils.hf_config import HFModelConfig
-from miles.backends.megatron_utils.layout import ParallelLayout, uneven_pipeline
+from miles.backends.megatron_utils.layout import ParallelLayout
 from miles.utils.flag_rules import require, require_not_negative, require_positive
+from miles.utils.parallel_sizes import uneven_pipeline
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from miles.backends.megatron_utils.weight_files import INDEX_FILE, SINGLE_FILE, read_index
 from miles.utils.file_errors import named_errors
+from miles.utils.grouping import groups_up_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -124,13 +125,4 @@ def _part(directory: Path, i: int) -> Path:
 
 def groups(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Consecutive tensors grouped so that no group exceeds `max_bytes`, unless one tensor alone does."""
-    group: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if group and size + tensor.nbytes > max_bytes:
-            yield group
-            group, size = [], 0
-        group.append((name, tensor))
-        size += tensor.nbytes
-    if group:
-        yield group
+    return groups_up_to(max_bytes, tensors, lambda named: named[1].nbytes)

@@ -29,7 +29,7 @@ if not torch.cuda.is_available():  # before anything of megatron-core is importe
 from miles.backends.megatron_utils import checkpoint, metrics, parallel
 from miles.backends.megatron_utils.gather import GatherPlan, gathered_weights
 from miles.backends.megatron_utils.hf_export import export_hf_checkpoint
-from miles.backends.megatron_utils.layout import ParallelLayout, uneven_pipeline
+from miles.backends.megatron_utils.layout import ParallelLayout
 from miles.backends.megatron_utils.lockstep import in_lockstep
 from miles.backends.megatron_utils.model import build_model, use_transformer_engine
 from miles.backends.megatron_utils.optimizer import (
@@ -50,6 +50,7 @@ from miles.backends.training_utils.batching import micro_batch_indices, optimize
 from miles.backends.training_utils.loss import LossConfig
 from miles.utils.checksum import tensor_checksum
 from miles.utils.misc import load_function
+from miles.utils.parallel_sizes import uneven_pipeline
 
 if TYPE_CHECKING:
     from argparse import Namespace

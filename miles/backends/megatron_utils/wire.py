@@ -205,17 +205,3 @@ class _Filling:
 def _alone(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> WireBucket:
     whole = tensor.detach().to(dtype).contiguous()
     return WireBucket((TensorPlace(name, dtype, tuple(tensor.shape), 0),), whole.view(-1).view(torch.uint8))
-
-
-def pieces_of(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[Piece]:
-    """Consecutive tensors grouped up to `max_bytes`; a larger tensor goes alone. Holds one group at a time."""
-    piece: Piece = []
-    size = 0
-    for name, tensor in tensors:
-        if piece and size + tensor.nbytes > max_bytes:
-            yield piece
-            piece, size = [], 0
-        piece.append((name, tensor))
-        size += tensor.nbytes
-    if piece:
-        yield piece

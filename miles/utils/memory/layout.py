@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from miles.utils.memory.shape import Split
+from miles.utils.parallel_sizes import ParallelSizes, uneven_pipeline
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -14,43 +15,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Sizes of the parallel dimensions."""
+class Layout(ParallelSizes):
+    """Sizes of the parallel dimensions, and of what they are made of."""
 
-    world: int
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    virtual: int = 1
-    """Stages of one pipeline rank, interleaved."""
-    sequence_parallel: bool = False
+    world: int = field(kw_only=True)
+    """Trainer ranks."""
     first_layers: int | None = None
     """Layers of the first stage; None: as many as the others."""
     last_layers: int | None = None
 
     @staticmethod
-    def from_args(args: Namespace, shape: ModelShape) -> Layout:
+    def of_run(args: Namespace, shape: ModelShape) -> Layout:
         """Raises ValueError naming the flag that does not divide."""
-
-        def of(dest: str, default: Any = None) -> Any:
-            value = getattr(args, dest, None)
-            return default if value is None else value
-
-        tensor = of("tensor_model_parallel_size", 1)
-        layout = Layout(
-            world=of("actor_num_nodes", 1) * of("actor_num_gpus_per_node", 1),
-            tensor=tensor,
-            pipeline=of("pipeline_model_parallel_size", 1),
-            context=of("context_parallel_size", 1),
-            expert=of("expert_model_parallel_size", 1),
-            expert_tensor=of("expert_tensor_parallel_size", tensor),
-            virtual=of("num_virtual_stages_per_pipeline_rank", 1),
-            sequence_parallel=bool(of("sequence_parallel", False)) and tensor > 1,
-            first_layers=of("decoder_first_pipeline_num_layers"),
-            last_layers=of("decoder_last_pipeline_num_layers"),
-        )
+        nodes, ranks = getattr(args, "actor_num_nodes", None), getattr(args, "actor_num_gpus_per_node", None)
+        world = (1 if nodes is None else nodes) * (1 if ranks is None else ranks)
+        layout = Layout(world=world, **{**ParallelSizes.fields_from(args), **uneven_pipeline(args)})
         layout.check(shape)
         return layout
 
@@ -85,7 +64,7 @@ class Layout:
     @property
     def data(self) -> int:
         """Ranks that get different samples."""
-        return self.world // (self.tensor * self.pipeline * self.context)
+        return self.data_size(self.world)
 
     @property
     def dense_copies(self) -> int:

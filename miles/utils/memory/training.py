@@ -41,7 +41,7 @@ class TrainingConfig:
     @staticmethod
     def from_args(args: Namespace, shape: ModelShape) -> TrainingConfig:
         """Raises ValueError naming the flag that does not fit."""
-        layout = Layout.from_args(args, shape)
+        layout = Layout.of_run(args, shape)
         return TrainingConfig(
             layout=layout,
             bf16=bool(getattr(args, "bf16", False)),

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from miles.backends.megatron_utils.wire import WirePacker, pieces_of
+from miles.backends.megatron_utils.safetensors_io import groups
+from miles.backends.megatron_utils.wire import WirePacker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,13 +24,13 @@ def rows(*sizes: int, dtype: torch.dtype = torch.uint8) -> list[tuple[str, torch
 
 
 def packed(tensors: list[tuple[str, torch.Tensor]], max_bytes: int = BUCKET) -> Iterator[WireBucket]:
-    return WirePacker(max_bytes).buckets(pieces_of(iter(tensors), WirePacker.piece_bytes(max_bytes)))
+    return WirePacker(max_bytes).buckets(groups(iter(tensors), WirePacker.piece_bytes(max_bytes)))
 
 
 def test_pieces_fill_up_and_a_large_tensor_goes_alone() -> None:
-    names = [[name for name, _ in piece] for piece in pieces_of(rows(1, 2, 10, 1, 1, 1), 3)]
+    names = [[name for name, _ in piece] for piece in groups(rows(1, 2, 10, 1, 1, 1), 3)]
     assert names == [["0", "1"], ["2"], ["3", "4", "5"]]
-    assert list(pieces_of([], 3)) == []
+    assert list(groups([], 3)) == []
 
 
 def test_buckets_hold_all_bytes_in_order_and_no_more_than_the_bound() -> None:
