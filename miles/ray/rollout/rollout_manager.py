@@ -159,6 +159,11 @@ class RolloutManager:
         await self._fleet.finish_update(engines)
         return self._fleet.view()
 
+    async def announce_weight_version(self, version: int) -> bool:
+        """While a batch is asked for: what is handed over from now on is trained by the weights of this version, which
+        the engines get next. False, and nothing changes, where the batch has been handed over."""
+        return await asyncio.to_thread(self._state.announce_weight_version, version)
+
     async def acknowledge(self, rollout_id: int) -> None:
         """The trainer has finished its step on this batch: its groups are trained."""
         await asyncio.to_thread(self._state.acknowledge, rollout_id)
