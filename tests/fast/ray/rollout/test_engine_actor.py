@@ -17,6 +17,7 @@ from tests.fast.ray.rollout.answering_server import answering_server
 if TYPE_CHECKING:
     from pathlib import Path
 
+
 class OnPorts(EngineActor):
     """Its server is a few lines that answer 200, on these ports in turn."""
 
