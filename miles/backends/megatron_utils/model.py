@@ -75,13 +75,22 @@ def transformer_config(hf: HFModelConfig, args: Namespace, layout: ParallelLayou
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        recompute_granularity=getattr(args, "recompute_granularity", None),
-        recompute_method=getattr(args, "recompute_method", None),
-        recompute_num_layers=getattr(args, "recompute_num_layers", None),
         deterministic_mode=bool(getattr(args, "deterministic_mode", False)),
+        **_recompute_fields(args),
         **_parallel_fields(args, layout),
         **_moe_fields(hf, args),
     )
+
+
+def _recompute_fields(args: Namespace) -> dict[str, Any]:
+    granularity = getattr(args, "recompute_granularity", None)
+    if granularity != "full":  # the other two have no effect then, and megatron-core refuses them
+        return {"recompute_granularity": granularity}
+    return {
+        "recompute_granularity": granularity,
+        "recompute_method": getattr(args, "recompute_method", None),
+        "recompute_num_layers": getattr(args, "recompute_num_layers", None),
+    }
 
 
 def _parallel_fields(args: Namespace, layout: ParallelLayout) -> dict[str, Any]:
