@@ -182,20 +182,26 @@ def _build_stage(
             rope_scaling_factor=hf.rope_scaling.factor if hf.rope_scaling else 8.0,
             vp_stage=vp_stage,
         )
-    _mark_shards(model)
+    _mark_shards(model, layout)
     if torch.cuda.is_available():
         model = model.cuda()
     return Float16Module(config, model) if config.bf16 else model
 
 
-def _mark_shards(model: torch.nn.Module) -> None:
+def _mark_shards(model: torch.nn.Module, layout: ParallelLayout) -> None:
     """Tell megatron-core which parameters are shards: it counts the others once in the gradient norm. Its layers do so
-    only where they initialise their weights, which ours leave to the checkpoint."""
+    only where they initialise their weights, which ours leave to the checkpoint.
+
+    And which belong to experts of their own group of ranks: it does so only with several expert-parallel ranks, but also
+    where experts are split otherwise than the rest of the layer, other ranks than the data-parallel ones have the same
+    part of them."""
     for name, parameter in model.named_parameters():
-        split = param_spec(name).split
-        if not split.is_whole and not hasattr(parameter, "tensor_model_parallel"):
-            dim = 1 if split is Split.COLUMNS else 0
+        spec = param_spec(name)
+        if not spec.split.is_whole and not hasattr(parameter, "tensor_model_parallel"):
+            dim = 1 if spec.split is Split.COLUMNS else 0
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+        if spec.is_expert and layout.expert_tensor != layout.tensor:
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def unwrap(model: torch.nn.Module) -> Any:

@@ -378,8 +378,8 @@ def _validate_interleaving(args: Namespace, ranks: int) -> None:
     per_rank = args.global_batch_size // ranks
     require(
         per_rank % pipeline == 0,
-        f"--global-batch-size {args.global_batch_size} gives {per_rank} samples to each of {ranks} data-parallel ranks, "
-        f"which with --num-virtual-stages-per-pipeline-rank {stages} must be a multiple of "
+        f"--global-batch-size {args.global_batch_size} gives {per_rank} samples to each of {ranks} data-parallel "
+        f"ranks, which with --num-virtual-stages-per-pipeline-rank {stages} must be a multiple of "
         f"--pipeline-model-parallel-size {pipeline}: an interleaved pipeline takes that many micro-batches at a time",
     )
 

@@ -60,9 +60,11 @@ def test_batch_and_steps_follow_from_each_other(flags: list[str], batch: int, st
         (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size must be greater than 0, got 0"),
         (["--context-parallel-size", "0"], "--context-parallel-size must be greater than 0, got 0"),
         (
-            ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
-            + ["--global-batch-size", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "100"],
-            "gives 1 samples to each of 1 data-parallel ranks, which with --num-virtual-stages-per-pipeline-rank 2 must",
+            [
+                *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+                *("--global-batch-size", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "100"),
+            ],
+            "gives 1 samples to each of 1 data-parallel ranks, which with --num-virtual-stages-per-pipeline-rank 2",
         ),
         (["--moe-enable-deepep"], "--moe-enable-deepep needs --moe-token-dispatcher-type flex"),
         (
