@@ -14,7 +14,7 @@ exists, so a GPU run can never be slowed down or altered by it.
     Tensor.cuda(), Module.cuda()                             | the object itself
     Tensor.type() of a CPU tensor                            | the CUDA name of the same type (asserts compare names)
     numbers of tokens for experts, copied from the GPU       | the same numbers, which are on the CPU already
-    gathering and scattering parts of different sizes        | the same, part by part: gloo, unlike nccl, wants equal ones
+    gathering and scattering parts of different sizes        | the same part by part: gloo wants equal ones
 
 How: the modules of megatron-core get a `torch` of their own, a copy of the real module with these few functions
 replaced. The real `torch` keeps all its functions: code of ours that asks for a GPU by mistake fails as it would

@@ -192,9 +192,8 @@ def _mark_shards(model: torch.nn.Module, layout: ParallelLayout) -> None:
     """Tell megatron-core which parameters are shards: it counts the others once in the gradient norm. Its layers do so
     only where they initialise their weights, which ours leave to the checkpoint.
 
-    And which belong to experts of their own group of ranks: it does so only with several expert-parallel ranks, but also
-    where experts are split otherwise than the rest of the layer, other ranks than the data-parallel ones have the same
-    part of them."""
+    And which are reduced over the ranks that have the same part of an expert: it asks for several expert-parallel ranks,
+    but these are other ranks than the data-parallel ones also where experts are split otherwise than the rest."""
     for name, parameter in model.named_parameters():
         spec = param_spec(name)
         if not spec.split.is_whole and not hasattr(parameter, "tensor_model_parallel"):
