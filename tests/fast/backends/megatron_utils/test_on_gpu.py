@@ -54,6 +54,9 @@ def pretend_trainer_gpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)),
         # Offloading is written for machines that have Transformer Engine.
         mock.patch.object(optimizer_config, "is_te_min_version", lambda *args, **kwargs: True),
+        mock.patch("miles.backends.megatron_utils.optimizer.importlib.util.find_spec", lambda name: object()),
+        mock.patch("miles.backends.megatron_utils.model.use_transformer_engine", lambda args: False),
+        mock.patch("miles.backends.megatron_utils.trainer.use_transformer_engine", lambda args: False),
     ]
     with ExitStack() as stack:
         for patch in patches:
@@ -149,3 +152,62 @@ def test_an_offloaded_optimizer_s_state_is_restored_without_a_detour_over_the_gp
         trainer.save(0)
         trainer.load()
     assert set(restored) == {torch.device("cpu")}
+
+
+def test_times_are_those_of_the_gpu_s_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A phase that only hands its work over takes no time itself, and the next one would seem to take it all."""
+    from miles.backends.megatron_utils.metrics import Times
+
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append(f"wait for {device}"))
+    times = Times(torch.device("cuda"))
+    with times.measure("log_probs"):
+        events.append("work")
+    assert events == ["wait for cuda", "work", "wait for cuda"]
+    assert set(times.seconds) == {"log_probs"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "offload", "threads"),
+    [("1", True, 2), (None, True, 2), ("6", True, None), ("1", False, None)],
+)
+def test_an_optimizer_in_host_memory_gets_a_share_of_the_cores(
+    variable: str | None, offload: bool, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray sets OMP_NUM_THREADS to 1 for its workers; more than that is the user's."""
+    from argparse import Namespace
+
+    from miles.backends.megatron_utils import trainer
+
+    chosen: list[int] = []
+    monkeypatch.setattr(trainer.torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(trainer.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(trainer.os, "sched_getaffinity", lambda pid: range(17))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    trainer._set_threads(Namespace(optimizer_cpu_offload=offload, actor_num_gpus_per_node=6))
+    assert chosen == ([threads] if threads else [])
+
+
+def test_a_transformer_engine_that_megatron_core_cannot_use_is_told() -> None:
+    """Without one megatron-core has stand-ins for its layers, which is also what it has for one that does not fit."""
+    from miles.backends.megatron_utils.model import require_working_transformer_engine
+
+    with pytest.raises(ValueError, match=r"this megatron-core cannot use it: No module named 'transformer_engine'"):
+        require_working_transformer_engine()
+
+
+def test_master_weights_are_kept_whole() -> None:
+    """Fused Adam can keep the 16 bits that a bf16 weight lacks instead; a checkpoint would have them as numbers."""
+    from argparse import Namespace
+    from importlib.machinery import ModuleSpec
+
+    from miles.backends.megatron_utils import optimizer
+
+    args = Namespace(use_precision_aware_optimizer=True)
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        with pytest.raises(ValueError, match="need the package transformer_engine"):
+            optimizer._memory_options(args)
+        with mock.patch("importlib.util.find_spec", lambda name: ModuleSpec(name, None)):
+            assert optimizer._memory_options(args)["store_param_remainders"] is False
