@@ -26,10 +26,17 @@ pytestmark = [pytest.mark.timeout(400), getattr(pytest.mark, "stage-a-cpu")]
 SEED = 4
 FOREVER = ("--num-rollout", "100000")
 GONE_SECS = 15
-PLAN = ((("server", "SIGKILL"), "update"), (("server", "SIGSTOP"), "anytime"), (("actor", "SIGKILL"), "train"))
+PLAN = (
+    (("server", "update-death"), "anytime"),
+    (("actor", "SIGKILL"), "train"),
+    (("server", "error"), "anytime"),
+    (("server", "SIGSTOP"), "anytime"),
+    (("server", "cut"), "anytime"),
+    (("server", "silence"), "anytime"),
+)
 
 
-def test_engines_that_die_or_hang_are_replaced_and_each_prompt_is_trained_exactly_once(
+def test_engines_that_die_hang_or_fail_are_replaced_and_each_prompt_is_trained_exactly_once(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
