@@ -1,8 +1,8 @@
 """A weight update beside bare broadcasts of the same bytes: bandwidth, memory, and how long generation is paused.
 
-    python benchmarks/weight_update.py [--rounds 5] [--layers 10] [--bucket-mib 256] [--packed]
+    python benchmarks/weight_update.py [--rounds 5] [--layers 20] [--bucket-mib 512] [--packed]
 
-A random Qwen3 of 1.06 GiB in bfloat16 goes from a megatron-core model, through the trainer's own gather and updater, to
+A random Qwen3 of 2 GiB in bfloat16 goes from a megatron-core model, through the trainer's own gather and updater, to
 an embedded engine in a process of its own, which receives, stages and publishes it as in a run. In turn with it, the
 same buckets go through `torch.distributed.broadcast` alone, from memory that is there to memory that is there, in
 another receiving process. Both over gloo on loopback where there is no GPU. At the end the weights are compared.
@@ -10,7 +10,7 @@ another receiving process. Both over gloo on loopback where there is no GPU. At 
 Wanted: at least 0.8 of the bare bandwidth while buckets are on their way, less than two buckets of memory beside the
 model in the sender, and a pause of less than 1.2 times the transfer. Bandwidths are those of each one's fastest round,
 since other work on the machine only slows a round down; medians stand beside them. The first round is not counted: it
-is where memory is touched for the first time. Takes about a minute, 6 GiB of memory and 1.1 GiB of disk.
+is where memory is touched for the first time. Takes about a minute, 11 GiB of memory and 2 GiB of disk.
 
 `--packed` copies every tensor into the sender's buffers, as is best on a GPU: on a CPU it shows their memory.
 """
@@ -327,9 +327,9 @@ def report(rounds: list[dict[str, float]], sizes: list[int], bucket_bytes: int) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=10, help="of about 96 MiB each")
+    parser.add_argument("--layers", type=int, default=20, help="of about 96 MiB each")
     parser.add_argument("--width", type=int, default=2048, help="of hidden states; smaller ones only try the script")
-    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--bucket-mib", type=int, default=512, help="512 is what miles uses unless told")
     parser.add_argument("--packed", action="store_true", help="copy all tensors into buffers, as on a GPU")
     parser.add_argument("--receive", nargs=2, metavar=("PORT", "SIZES"), help=argparse.SUPPRESS)
     options = parser.parse_args()

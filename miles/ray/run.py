@@ -110,6 +110,7 @@ class Run:
     ) -> None:
         try:
             if exc is None:
+                self._learn_of_engines(await self._supervisor.wait(self.manager.engines.remote()))
                 self._trace.notes(await self._supervisor.wait(self.manager.end_trace.remote()))
             if isinstance(exc, StopRequested):
                 await self._save_after_stop()
@@ -170,9 +171,10 @@ class Run:
         self._supervisor.learn_pids({**rollout, **trainers})
 
     def _learn_of_engines(self, view: FleetView) -> None:
-        """What has happened to engines goes to the console, and into the metrics of the step."""
-        for note in view.notes:
-            self._console.note(note)
+        """What has happened to engines goes to the console, the trace, and the metrics of the step."""
+        for event in view.events:
+            self._console.note(event.text)
+        self._trace.engine_events(view.events)
         if view.pids:
             self._processes.learn(view.pids)
             self._supervisor.learn_pids(view.pids)

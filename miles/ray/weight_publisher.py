@@ -8,7 +8,9 @@ publish()      begin_update --> connect where the engines are others than before
 wait(batch)    the trainer is idle. An engine that has come back gets
                - the published weights again, under the same version and without disturbing the others, where no
                  training step has been made since;
-               - else nothing until the next `publish`, unless no engine serves: then there would be no batch.
+               - else nothing until the next `publish`, unless no engine serves: then there would be no batch. The
+                 rollout hears of the new version before the engines get it, and refuses where it has handed the batch
+                 over already: that batch was measured against the version before.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class WeightPublisher:
         self._on_paused = on_paused
         self._connected: tuple[EngineRef, ...] = ()
         self._has_trained = True
+        self._version = 0
 
     def on_trained(self) -> None:
         """The trainer's weights are others than the published ones now."""
@@ -66,7 +69,7 @@ class WeightPublisher:
     async def publish(self) -> dict[str, float]:
         """Send the trainer's weights to every engine as a new version; returns metrics."""
         version, metrics = await self._send()
-        self._has_trained = False
+        self._has_trained, self._version = False, version
         self._on_published(version)
         return metrics
 
@@ -95,7 +98,7 @@ class WeightPublisher:
             return
         if not self._has_trained:
             await self._send(only_waiting=True)
-        elif not view.serving:
+        elif not view.serving and await self._manager.announce_weight_version.remote(self._version + 1):
             await self.publish()
 
     async def _look(self) -> FleetView:

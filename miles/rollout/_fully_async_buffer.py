@@ -9,8 +9,8 @@
         def get_metrics(self): ...               # numbers for this step's metrics; called once a batch
 
 `context` has `current_version`, the trainer's, None where it is not known. A `get` may be cancelled while it waits, and
-must not have taken a group then. A store that refuses a group must say so, from `put` or from `get`, or the group
-counts as queued for ever: `unused_handler_fn(prompt_group)` has it generated again (or dropped, by
+must end then without having taken a group. A store that refuses a group must say so, from `put` or from `get`, or the
+group counts as queued for ever: `unused_handler_fn(prompt_group)` has it generated again (or dropped, by
 `--async-unused-samples-handler`), `drop_fn(prompt_group)` drops it. The drain judges what it gets in any case.
 
 Finished groups of a restored run, and those of a batch that was given back, wait beside the store and are drained

@@ -16,7 +16,8 @@ _LISTED = 20
 
 
 class NoProgress(RuntimeError):
-    """No group was finished, or a filter has not returned, for `--no-progress-timeout` seconds."""
+    """For `--no-progress-timeout` seconds no group was finished, no sample of an evaluation, or a filter has not
+    returned."""
 
 
 class NothingGetsThrough(RuntimeError):

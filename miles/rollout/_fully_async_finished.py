@@ -9,12 +9,14 @@ Who takes a group gives its place to the first in the line, in the same step.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout._fully_async_buffer import DataBuffer, DataBufferInput, DefaultDataBuffer
 from miles.rollout._fully_async_groups import take_stock
 from miles.rollout._fully_async_ledger import GroupKey, Owner
+from miles.utils.user_calls import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from miles.rollout._fully_async_versions import VersionLabel
     from miles.rollout._fully_async_window import ActiveTime
 
+logger = logging.getLogger("miles.rollout.fully_async_rollout")
+
+ABANDON_SECS = 5.0
 _QUEUED = Owner.QUEUED
 
 
@@ -191,7 +196,7 @@ class FinishedGroups:
         self, wait_for: Callable[[asyncio.Future[Any]], Awaitable[bool]], version: VersionLabel | None
     ) -> GroupKey | None:
         """The next group of the store. `wait_for(future)` returns whether the future is done, or else gives up; however
-        it ends, no `get` is left behind, and no group is lost."""
+        it ends, no `get` is left behind unless it ignores its cancellation, and no group is lost."""
         getting = asyncio.create_task(_get(self.store, version), name="fully-async next group")
         there = False
         try:
@@ -206,9 +211,22 @@ class FinishedGroups:
         return key
 
     async def _abandon(self, getting: asyncio.Task[Any]) -> None:
-        if getting.cancel():  # a cancelled get leaves its group in the queue
-            await asyncio.wait({getting})
-        if not getting.cancelled() and getting.exception() is None:  # it has got one, which must not go down with it
+        """Cancel this `get`, and wait until it has ended, for at most ABANDON_SECS: it is user code, which may hold on
+        to its cancellation. Whenever it ends, a group that it returns is given back."""
+        if not getting.cancel():
+            self._rescue(getting)
+            return
+        getting.add_done_callback(self._rescue)
+        _, left = await asyncio.wait({getting}, timeout=ABANDON_SECS)
+        if left:
+            logger.error(
+                "get of the data buffer %s still runs %g s after it was cancelled; it is left behind",
+                name_of(self.store),
+                ABANDON_SECS,
+            )
+
+    def _rescue(self, getting: asyncio.Task[Any]) -> None:
+        if not getting.cancelled() and getting.exception() is None:  # a cancelled one leaves its group in the queue
             self._give_back(self._entered(getting.result()))
 
     def _entered(self, item: Any) -> GroupKey:

@@ -44,6 +44,11 @@ class TrainerSide:
         self._publishes = False
         self._acknowledges = False
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether a batch is between its hand-over and its step."""
+        return bool(self._batches)
+
     def admits(self, most: int) -> int:
         """How many of `most` more groups may start, as far as the trainer is concerned."""
         if not self.version_known:

@@ -104,7 +104,7 @@ def add_flags(parser: ArgumentParser) -> None:
         type=float,
         default=None,
         help="Seconds without a finished group after which a training step that waits for one stops the run and lists "
-        "the groups in flight. None: wait and warn.",
+        "the groups in flight; the same for the samples of an evaluation on the same engines. None: wait and warn.",
     )
     group.add_argument(
         "--max-empty-batches",

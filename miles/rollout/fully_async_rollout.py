@@ -227,6 +227,14 @@ class FullyAsyncRolloutFn(PausableSubmission, WaitsForGroups, KeepsState):
         self._trainer.publish(version)
         self._look_again()
 
+    def announce_weight_version(self, version: VersionLabel) -> bool:
+        """As `on_weight_version`, but before the engines have the weights, and only where no batch is between its
+        hand-over and its step: it was measured against the version before. Whether that is so."""
+        if self._trainer.has_batch:
+            return False
+        self.on_weight_version(version)
+        return True
+
     def resume_submission(self) -> None:
         super().resume_submission()
         self._look_again()

@@ -3,7 +3,8 @@
     <save>/
       latest_checkpointed_iteration.txt   the rollout id of the newest set; written after the rename
       iter_0000042/                       a set: complete, or refused as a whole
-        state.json                        rollout id, weight version, lineage, ...; size and digest of every other file
+        state.json                        rollout id, weight version, lineage, ...; size and digest of every other file,
+                                          and the digest of what it says itself
         config.json, model*.safetensors   the trainer's part (`miles.backends.megatron_utils.checkpoint`) ...
         optimizer*.safetensors, rng.safetensors
         rollout/state.json                the rollout side's part (`miles.ray.rollout.rollout_state`)
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POINTER = "latest_checkpointed_iteration.txt"
-FORMAT = 2
-READABLE_FORMATS = (1, 2)
-"""1 has no rollout part; otherwise it is the same."""
+FORMAT = 3
+READABLE_FORMATS = (1, 2, 3)
+"""2 has no digest of `state.json` itself, and 1 no rollout part either; otherwise they are the same."""
 STATE_FILE = "state.json"
 ROLLOUT_FILE = "rollout/state.json"
+_OWN_DIGEST = "blake2b"
 _SET_NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -83,7 +85,7 @@ def candidates(directory: str | Path) -> list[Path]:
         return []
     numbered = {rollout_id_of(path): path for path in root.iterdir() if _SET_NAME.fullmatch(path.name)}
     pointer = root / POINTER
-    pointed = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    pointed = pointer.read_bytes().strip() if pointer.is_file() else b""
     newest = int(pointed) if pointed.isdigit() else max(numbered, default=0)
     order = sorted(numbered, key=lambda i: (i > newest, -i))
     return [numbered[i] for i in order]
@@ -93,20 +95,22 @@ def verify(checkpoint: Path) -> str | None:
     """What is wrong with a set, or None where every file is there and has its digest."""
     try:
         record = read_record(checkpoint)
-        files = record["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {name: (entry["bytes"], entry["blake2b"]) for name, entry in record["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})"
     if record.get("format") not in READABLE_FORMATS:
         return f"{STATE_FILE} has format {record.get('format')!r}, this version reads {FORMAT}"
+    if record["format"] >= 3 and record.get(_OWN_DIGEST) != _digest_of_record(record):
+        return f"{STATE_FILE} is damaged (its digest differs)"
     if record.get("rollout_id") != rollout_id_of(checkpoint):
         return f"{STATE_FILE} is of rollout {record.get('rollout_id')!r}"
-    for name, expected in files.items():
+    for name, (size, digest) in files.items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        if _digest(path) != expected["blake2b"]:
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if _digest(path) != digest:
             return f"{name} is damaged (its digest differs)"
     return None
 
@@ -121,6 +125,7 @@ def write_record(part: Path, record: dict[str, Any], known: Mapping[str, dict[st
     """Write `state.json` of a set whose other files are all there. `known`: size and digest of files by name, which
     need not be read again."""
     record = {"format": FORMAT, **record, "files": _describe_files(part, known or {})}
+    record[_OWN_DIGEST] = _digest_of_record(record)
     with named_errors(part / STATE_FILE):
         (part / STATE_FILE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -172,6 +177,12 @@ def _describe_files(part: Path, known: Mapping[str, dict[str, Any]]) -> dict[str
 
 def _describe(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "blake2b": _digest(path)}
+
+
+def _digest_of_record(record: Mapping[str, Any]) -> str:
+    """Over what the record says, not how it is laid out in the file."""
+    said = json.dumps({key: value for key, value in record.items() if key != _OWN_DIGEST}, sort_keys=True)
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 
 def _digest(path: Path) -> str:

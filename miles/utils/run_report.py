@@ -132,6 +132,7 @@ def summarize(rows: Sequence[Row], lanes: Lanes) -> dict[str, Any]:
         "groups": group_summary(steps),
         "tokens": token_summary(steps),
         "idle": idle_summary(steps),
+        "engine_restarts": int(sum(column(steps, "rollout/engine_restarts"))),
         "bottleneck": bottleneck_summary(steps),
         "logprob_abs_diff_max": max(column(steps, "train/train_rollout_logprob_abs_diff"), default=None),
     }
@@ -308,6 +309,8 @@ def format_summary(summary: dict[str, Any]) -> str:
     lines.append(("groups", _groups_text(summary["groups"])))
     if summary["tokens"]["generated"]:
         lines.append(("tokens", _tokens_text(summary["tokens"])))
+    if summary["engine_restarts"]:
+        lines.append(("engines", f"{summary['engine_restarts']} started again (rollout/engine_restarts)"))
     if summary.get("bottleneck"):
         lines.append(("bottleneck", summary["bottleneck"]))
     if summary.get("run_dir"):

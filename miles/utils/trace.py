@@ -3,7 +3,8 @@
     driver           waits, training steps, weight updates, evaluations, saves: one lane each
     all engines      when any request was in flight
     prompt groups    each pull of a group: in flight | waits for room | queued | drained, and how it ended
-    engine-0, ...    its samples (each attempt at one), weight updates, and the pauses in them
+    engine-0, ...    its samples (each attempt at one), weight updates, the pauses in them, and what happened to it:
+                     lost, up again, serves again
     router           samples of which it is not known which engine answered, and those of several engines
 
 Which engine answered is known where there is only one, and where engines say so (`meta_info.engine_url`: the embedded
@@ -31,6 +32,7 @@ DEFAULT_MAX_EVENTS = 200_000
 _DRIVER, _ALL_ENGINES, _GROUPS, _FIRST_ENGINE, _ROUTER = 1, 2, 3, 10, 1_000_000
 _DRIVER_LANES = {"wait": 1, "training": 2, "weight_update": 3, "eval": 4, "save": 5}
 _ENGINE_LANES = {"weight_update": 1, "pause": 2}
+_OUTAGE_LANE = 3
 _LABELS = {"weight_update": "weight update", "pause": "paused"}
 _IN_FLIGHT_LANE = 1
 
@@ -69,6 +71,22 @@ class SampleSpan(NamedTuple):
     evaluation: bool = False
 
 
+class EngineEvent(NamedTuple):
+    """Something that has happened to engine number `engine`, at `time` in seconds since the epoch. `text` is a line for
+    the console."""
+
+    engine: int
+    what: str
+    time: float
+    text: str
+
+
+LOST, UP, SERVES = "lost", "up again", "serves again"
+"""`EngineEvent.what`: its process or its health is gone; its successor is healthy; that one has current weights."""
+
+_AFTER = {LOST: "starts again", UP: "waits for weights"}
+
+
 class TraceWriter:
     """Appends to the file, one write for each call. `max_events` bounds the events of groups, those of samples, and
     those of everything else; 0: no file is written. A file that is there is begun anew."""
@@ -80,6 +98,7 @@ class TraceWriter:
         self._pids: dict[str, int] = {}  # of engines, by URL
         self._named: set[int] = set()
         self._samples = 0
+        self._outages: dict[int, tuple[str, int]] = {}  # engine -> its last event, and when in microseconds
         self._open_groups: dict[int, int] = {}  # pull -> the end of its last phase in microseconds
         self._file = path.open("w", encoding="utf-8") if max_events > 0 else None
         if self._file is not None:
@@ -101,6 +120,10 @@ class TraceWriter:
         samples = (note for note in notes if isinstance(note, SampleSpan))
         self._write("groups", (event for phase in phases for event in self._phase(phase)))
         self._write("samples", (event for sample in samples for event in self._sample(sample)))
+
+    def engine_events(self, events: Iterable[EngineEvent]) -> None:
+        """Those of one engine in their order. Each is a mark, and the time up to it a span."""
+        self._write("spans", (made for event in events for made in self._engine_event(event)))
 
     def close(self) -> None:
         """Twice is fine."""
@@ -139,7 +162,8 @@ class TraceWriter:
             yield from self._name_engine(_FIRST_ENGINE + i, f"engine-{i}")
 
     def _name_engine(self, pid: int, name: str) -> Iterator[Event]:
-        yield from self._name(pid, name, {tid: _LABELS[lane] for lane, tid in _ENGINE_LANES.items()})
+        lanes = {tid: _LABELS[lane] for lane, tid in _ENGINE_LANES.items()}
+        yield from self._name(pid, name, {**lanes, _OUTAGE_LANE: "outage"})
 
     def _name(self, pid: int, name: str, lanes: Mapping[int, str]) -> Iterator[Event]:
         self._named.add(pid)
@@ -176,6 +200,15 @@ class TraceWriter:
         if lane in _ENGINE_LANES:
             for i in range(self._num_engines):
                 yield event | {"pid": _FIRST_ENGINE + i, "tid": _ENGINE_LANES[lane]}
+
+    def _engine_event(self, e: EngineEvent) -> Iterator[Event]:
+        before, since = self._outages.get(e.engine, (SERVES, 0))
+        at = max(since, self._micros(e.time))
+        lane = {"pid": _FIRST_ENGINE + e.engine, "tid": _OUTAGE_LANE}
+        if before in _AFTER:
+            yield lane | {"ph": "X", "name": _AFTER[before], "cat": "outage", "ts": since, "dur": at - since}
+        yield lane | {"ph": "i", "s": "t", "name": e.what, "ts": at, "args": {"what": e.text}}
+        self._outages[e.engine] = (e.what, at)
 
     def _phase(self, p: GroupPhase) -> Iterator[Event]:
         whole, start, end = self._group_event(p.pull), self._micros(p.start), self._micros(p.end)

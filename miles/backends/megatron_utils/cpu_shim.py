@@ -14,6 +14,7 @@ exists, so a GPU run can never be slowed down or altered by it.
     Tensor.cuda(), Module.cuda()                             | the object itself
     Tensor.type() of a CPU tensor                            | the CUDA name of the same type (asserts compare names)
     numbers of tokens for experts, copied from the GPU       | the same numbers, which are on the CPU already
+    gathering and scattering parts of different sizes        | the same part by part: gloo wants equal ones
 
 How: the modules of megatron-core get a `torch` of their own, a copy of the real module with these few functions
 replaced. The real `torch` keeps all its functions: code of ours that asks for a GPU by mistake fails as it would
@@ -35,6 +36,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,9 +105,42 @@ def _torch_on_cpu() -> types.ModuleType:
     cuda.stream = lambda stream: nullcontext()
     replacement = _copy_of(torch)
     replacement.cuda = cuda
+    replacement.distributed = _copy_of(torch.distributed)
+    replacement.distributed.all_gather = _gather_parts
+    replacement.distributed.reduce_scatter = _reduce_parts
     for name in _CREATION_FUNCTIONS:
         setattr(replacement, name, _on_cpu(getattr(torch, name)))
     return replacement
+
+
+def _gather_parts(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """`all_gather` into `parts`, whose sizes may differ. All ranks know all sizes."""
+    if _equal_sizes(parts) or async_op:
+        return dist.all_gather(parts, own, group=group, async_op=async_op)
+    parts[dist.get_rank(group)].copy_(own)
+    for rank, part in enumerate(parts):
+        if part.numel():
+            dist.broadcast(part, group_src=rank, group=group)
+    return None
+
+
+def _reduce_parts(
+    own: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """`reduce_scatter` of `parts`, whose sizes may differ, but not from rank to rank."""
+    if _equal_sizes(parts) or async_op:
+        return dist.reduce_scatter(own, parts, op=op, group=group, async_op=async_op)
+    for rank, part in enumerate(parts):
+        reduced = part.contiguous().clone()
+        if part.numel():
+            dist.reduce(reduced, group_dst=rank, op=op, group=group)
+        if rank == dist.get_rank(group):
+            own.copy_(reduced)
+    return None
+
+
+def _equal_sizes(parts: list[torch.Tensor]) -> bool:
+    return all(part.shape == parts[0].shape for part in parts)
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

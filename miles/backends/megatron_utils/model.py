@@ -75,13 +75,22 @@ def transformer_config(hf: HFModelConfig, args: Namespace, layout: ParallelLayou
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        recompute_granularity=getattr(args, "recompute_granularity", None),
-        recompute_method=getattr(args, "recompute_method", None),
-        recompute_num_layers=getattr(args, "recompute_num_layers", None),
         deterministic_mode=bool(getattr(args, "deterministic_mode", False)),
+        **_recompute_fields(args),
         **_parallel_fields(args, layout),
         **_moe_fields(hf, args),
     )
+
+
+def _recompute_fields(args: Namespace) -> dict[str, Any]:
+    granularity = getattr(args, "recompute_granularity", None)
+    if granularity != "full":  # the other two have no effect then, and megatron-core refuses them
+        return {"recompute_granularity": granularity}
+    return {
+        "recompute_granularity": granularity,
+        "recompute_method": getattr(args, "recompute_method", None),
+        "recompute_num_layers": getattr(args, "recompute_num_layers", None),
+    }
 
 
 def _parallel_fields(args: Namespace, layout: ParallelLayout) -> dict[str, Any]:
@@ -173,20 +182,25 @@ def _build_stage(
             rope_scaling_factor=hf.rope_scaling.factor if hf.rope_scaling else 8.0,
             vp_stage=vp_stage,
         )
-    _mark_shards(model)
+    _mark_shards(model, layout)
     if torch.cuda.is_available():
         model = model.cuda()
     return Float16Module(config, model) if config.bf16 else model
 
 
-def _mark_shards(model: torch.nn.Module) -> None:
+def _mark_shards(model: torch.nn.Module, layout: ParallelLayout) -> None:
     """Tell megatron-core which parameters are shards: it counts the others once in the gradient norm. Its layers do so
-    only where they initialise their weights, which ours leave to the checkpoint."""
+    only where they initialise their weights, which ours leave to the checkpoint.
+
+    And which are reduced over the ranks that have the same part of an expert: it asks for several expert-parallel ranks,
+    but these are other ranks than the data-parallel ones also where experts are split otherwise than the rest."""
     for name, parameter in model.named_parameters():
-        split = param_spec(name).split
-        if not split.is_whole and not hasattr(parameter, "tensor_model_parallel"):
-            dim = 1 if split is Split.COLUMNS else 0
+        spec = param_spec(name)
+        if not spec.split.is_whole and not hasattr(parameter, "tensor_model_parallel"):
+            dim = 1 if spec.split is Split.COLUMNS else 0
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+        if spec.is_expert and layout.expert_tensor != layout.tensor:
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def unwrap(model: torch.nn.Module) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles.backends.megatron_utils.hf_config import HFModelConfig
-from miles.backends.megatron_utils.layout import ParallelLayout
+from miles.backends.megatron_utils.layout import ParallelLayout, layers_from
 from miles.utils.flag_rules import require, require_not_negative, require_positive
-from miles.utils.parallel_sizes import uneven_pipeline
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -129,7 +128,7 @@ def validate(args: Namespace) -> None:
         hf = HFModelConfig.from_dir(args.hf_checkpoint)
     except (ValueError, TypeError):
         return  # told by miles.backends.megatron_utils.model_shape_flags
-    layout.check_model(hf, **uneven_pipeline(args))
+    layout.check_model(hf, **layers_from(args))
 
 
 def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:

@@ -29,7 +29,7 @@ if not torch.cuda.is_available():  # before anything of megatron-core is importe
 from miles.backends.megatron_utils import checkpoint, metrics, parallel
 from miles.backends.megatron_utils.gather import GatherPlan, gathered_weights
 from miles.backends.megatron_utils.hf_export import export_hf_checkpoint
-from miles.backends.megatron_utils.layout import ParallelLayout
+from miles.backends.megatron_utils.layout import ParallelLayout, layers_from
 from miles.backends.megatron_utils.lockstep import in_lockstep
 from miles.backends.megatron_utils.model import build_model, use_transformer_engine
 from miles.backends.megatron_utils.optimizer import (
@@ -50,7 +50,6 @@ from miles.backends.training_utils.batching import micro_batch_indices, optimize
 from miles.backends.training_utils.loss import LossConfig
 from miles.utils.checksum import tensor_checksum
 from miles.utils.misc import load_function
-from miles.utils.parallel_sizes import uneven_pipeline
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -76,7 +75,7 @@ class MegatronTrainer:
         self._args = args
         self._layout = ParallelLayout.from_args(args, world_size)
         self._hf = HFModelConfig.from_dir(args.hf_checkpoint)
-        self._layout.check_model(self._hf, **uneven_pipeline(args))
+        self._layout.check_model(self._hf, **layers_from(args))
         self._loss_config = LossConfig.from_args(args)
         self._hooks = _Hooks.from_args(args)
         self._update_config = WeightUpdateConfig.from_args(args)

@@ -91,7 +91,9 @@ class UpdateGroup:
         self._broadcasts = [dist.broadcast(t, group_src=0, group=self._group, async_op=True) for t in tensors]
 
     def wait_until_sent(self) -> None:
-        results([spawn(_wait_for, self._broadcasts)])
+        if not all(work.is_completed() for work in self._broadcasts):  # they mostly are once the engines have answered
+            results([spawn(_wait_for, self._broadcasts)])
+        _wait_for(self._broadcasts)
         self._broadcasts = []
 
     def leave(self, engines: Sequence[EngineClient] | None = None) -> None:

@@ -7,10 +7,11 @@
 On a GPU copying is nearly free, and one run of bytes travels fastest. On a CPU copying costs as much as sending: there
 large tensors that are contiguous and of the right type are sent from where they are.
 
-Memory beside the model is under two buckets of `max_bytes`: a buffer has 7/16 of it, which makes 14/16 and the piece at
-hand. With tensors as they are, buckets have 3/16: at most two buffers, one bucket that is sent and one that is being
-collected, 12/16, and the piece. A piece is one tensor where that is larger, at most a bucket. A tensor that is larger
-than a buffer travels alone, with nothing collected beside it; one larger than `max_bytes` counts as a bucket itself.
+Every bucket costs a call to each engine, some milliseconds, so buckets are as large as memory allows. Beside the model
+it is under two times `max_bytes`, one of which is left for a gathered tensor of that size. Two buffers have 7/16 each.
+With tensors as they are, two buffers have 2/16 each, and the bucket that is sent and the one that is being collected
+5/16 each. A tensor that is larger than a buffer travels alone, with nothing collected beside it; one larger than
+`max_bytes` counts as a bucket itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Piece = list[NamedTensor]
 """What one step of a gather yields: names and full tensors. It is emptied by whoever takes it."""
 
 _PIECES_PER_BUCKET = 16
-_SHARE, _SHARE_WITH_LOOSE = 7 / 16, 3 / 16
+_BUFFER_SHARE = 7 / 16
+_BUFFER_SHARE_BESIDE_LOOSE, _LOOSE_SHARE = 2 / 16, 5 / 16
 LARGE_BYTES = 1024**2
 """From here on a broadcast of its own is as fast as a share of a larger one."""
 
@@ -93,8 +95,9 @@ class WirePacker:
 
         `loose_from_bytes`: tensors of this size or more travel as they are; None: every tensor is packed.
         """
-        share = _SHARE if loose_from_bytes is None else _SHARE_WITH_LOOSE
-        self._capacity = max(1, int(max_bytes * share))
+        buffer_share = _BUFFER_SHARE if loose_from_bytes is None else _BUFFER_SHARE_BESIDE_LOOSE
+        self._buffer_bytes = max(1, int(max_bytes * buffer_share))
+        self._loose_bytes = max(1, int(max_bytes * _LOOSE_SHARE))
         self._dtype = dtype
         self._loose_from_bytes = loose_from_bytes
         self._lent: list[torch.Tensor] = []
@@ -112,8 +115,8 @@ class WirePacker:
             dtype = self._dtype or tensor.dtype
             nbytes = tensor.numel() * dtype.itemsize
             is_loose = self._stays_as_it_is(tensor, dtype)
-            is_too_large = nbytes > self._capacity
-            if loose.nbytes and (is_too_large or (is_loose and loose.nbytes + nbytes > self._capacity)):
+            is_too_large = nbytes > (self._loose_bytes if is_loose else self._buffer_bytes)
+            if loose.nbytes and (is_too_large or (is_loose and loose.nbytes + nbytes > self._loose_bytes)):
                 yield loose.bucket()
                 loose = _Loose()
             if filling is not None and (is_too_large or (not is_loose and not filling.has_room(nbytes))):
@@ -145,7 +148,7 @@ class WirePacker:
     def _buffer(self, device: torch.device) -> torch.Tensor:
         """The buffer that was lent before the last one, or a new one."""
         if len(self._lent) < 2:
-            buffer = torch.empty(self._capacity, dtype=torch.uint8, device=device)
+            buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
         else:
             buffer = self._lent.pop(0)
         self._lent.append(buffer)

@@ -261,6 +261,7 @@ def _add_correction_flags(parser: ArgumentParser) -> None:
 def data_parallel_size(args: Namespace) -> int:
     """Trainer ranks divided by the parallelisms that share one copy of the model."""
     require_positive(args, "actor_num_nodes", "actor_num_gpus_per_node")
+    require_positive(args, *(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")))
     world = args.actor_num_nodes * args.actor_num_gpus_per_node
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     require(
@@ -366,6 +367,21 @@ def _validate_batches(args: Namespace) -> None:
             f"--global-batch-size {args.global_batch_size} gives {per_rank} samples to each of {ranks} ranks, which do "
             f"not divide into --micro-batch-size {args.micro_batch_size}",
         )
+    _validate_interleaving(args, ranks)
+
+
+def _validate_interleaving(args: Namespace, ranks: int) -> None:
+    """An interleaved pipeline takes micro-batches in groups; there must be a sample for each of a group's."""
+    stages, pipeline = args.num_virtual_stages_per_pipeline_rank, args.pipeline_model_parallel_size
+    if stages <= 1 or args.use_dynamic_global_batch_size:
+        return
+    per_rank = args.global_batch_size // ranks
+    require(
+        per_rank % pipeline == 0,
+        f"--global-batch-size {args.global_batch_size} gives {per_rank} samples to each of {ranks} data-parallel "
+        f"ranks, which with --num-virtual-stages-per-pipeline-rank {stages} must be a multiple of "
+        f"--pipeline-model-parallel-size {pipeline}: an interleaved pipeline takes that many micro-batches at a time",
+    )
 
 
 def _validate_algorithm(args: Namespace) -> None:

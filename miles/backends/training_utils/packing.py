@@ -54,7 +54,7 @@ def pack(
     sequences = [*lengths, padding] if padding else lengths
     rows = [torch.as_tensor(tokens, dtype=torch.int64) for tokens in token_lists]
     if padding:
-        rows.append(torch.zeros(padding, dtype=torch.int64))
+        rows.append(rows[0].new_zeros(padding))  # where the tokens are: a GPU, with the trainer's
     return PackedBatch(
         tokens=torch.cat(rows).unsqueeze(0).to(device),
         position_ids=torch.cat([torch.arange(length) for length in sequences]).unsqueeze(0).to(device),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -10,15 +9,14 @@ from typing import TYPE_CHECKING
 
 from miles.backends.sglang_utils.launch import DIST_INIT_PORTS, ServerPlace, meeting_point, sglang_engine_command
 from miles.ray.rollout.engine_size import EngineSize
-from miles.utils.http_utils import find_available_port, get_host_info, wait_http_ok
+from miles.ray.rollout.server_start import Launched, start_server
+from miles.utils.http_utils import find_available_port, get_host_info
 from miles.utils.logging_utils import redirect_output
-from miles.utils.network import url_host
-from miles.utils.processes import ChildProcess, ProcessDied
+from miles.utils.processes import ChildProcess
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-_START_ATTEMPTS = 3
 _START_SECS = 3600.0  # a large checkpoint from slow storage; a process that ends is noticed at once
 
 
@@ -48,22 +46,15 @@ class EngineActor:
         Raises ProcessDied where it ends first. A port that somebody took between its choice and its use is chosen
         anew, also where that somebody is another run's engine, which answers as healthily as ours.
         """
-        for attempt in range(1, _START_ATTEMPTS + 1):
-            place = self._place(dist_init_addr)
-            url = f"http://{url_host(place.host)}:{place.port}"
-            self._server = ChildProcess(self.name, self._command(place), self._log_path)
-            if self._node_rank > 0:
-                return url  # healthy only once every node is: node 0 tells
-            try:
-                await wait_healthy(self._server, f"{url}/health", timeout_secs=_START_SECS)
-            except ProcessDied as error:
-                if attempt == _START_ATTEMPTS or not _port_was_taken(error):
-                    raise
-            else:
-                if self._server.listens_on(place.port):
-                    return url
-                await self._server.stop()
-        raise ProcessDied(f"{self.name}: each of {_START_ATTEMPTS} ports was taken by another process before it could")
+        if self._node_rank > 0:  # healthy only once every node is: node 0 tells
+            return self._launch(dist_init_addr).url
+        server = await start_server(lambda: self._launch(dist_init_addr), timeout_secs=_START_SECS)
+        return server.url
+
+    def _launch(self, dist_init_addr: str | None) -> Launched:
+        place = self._place(dist_init_addr)
+        self._server = ChildProcess(self.name, self._command(place), self._log_path)
+        return Launched(self._server, place.host, place.port)
 
     async def pids(self) -> dict[str, int]:
         """Process ids of the actor and of its server."""
@@ -111,23 +102,3 @@ def embedded_engine_command(args: Namespace, host: str, port: int, *, seed: int)
         if value is not None:
             command += [name, str(value)]
     return command
-
-
-def _port_was_taken(error: ProcessDied) -> bool:
-    text = str(error).lower()
-    return "address already in use" in text or "eaddrinuse" in text
-
-
-async def wait_healthy(process: ChildProcess, url: str, *, timeout_secs: float = 180.0) -> None:
-    """Wait until `url` answers 200; raises ProcessDied at once where the process ends first."""
-    healthy = asyncio.ensure_future(wait_http_ok(url, timeout=timeout_secs))
-    died = asyncio.ensure_future(process.wait_died())
-    try:
-        await asyncio.wait({healthy, died}, return_when=asyncio.FIRST_COMPLETED)
-        if died.done() and not healthy.done():
-            raise died.result()
-        await healthy
-    finally:
-        for task in (healthy, died):
-            task.cancel()
-        await asyncio.gather(healthy, died, return_exceptions=True)

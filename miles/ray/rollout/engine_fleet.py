@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miles.ray.rollout.engine_states import EngineRef, EngineState, EngineStates, FleetView
 from miles.ray.supervisor import original_error
 from miles.utils.processes import ProcessDied
+from miles.utils.trace import LOST, SERVES, UP, EngineEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -98,7 +100,7 @@ class EngineFleet:
         self._fatal: asyncio.Future[str] | None = None
         self._updating: tuple[EngineRef, ...] = ()
         self._update_begins, self._update_is_over = asyncio.Event(), asyncio.Event()
-        self._notes: list[str] = []
+        self._events: list[EngineEvent] = []
         self._told_pids: dict[str, int] = {}
         self._pids: dict[str, int] = {}
 
@@ -127,14 +129,14 @@ class EngineFleet:
 
     def view(self) -> FleetView:
         """The engines as they are now, and what has happened since the last view."""
-        notes, self._notes = tuple(self._notes), []
+        events, self._events = tuple(self._events), []
         pids = self._pids if self._pids != self._told_pids else {}
         self._told_pids = dict(self._pids)
         return FleetView(
             serving=self._states.in_state(EngineState.SERVING),
             waiting=self._states.in_state(EngineState.WAITING),
             restarts=self._states.restarts,
-            notes=notes,
+            events=events,
             pids=dict(pids),
         )
 
@@ -245,7 +247,7 @@ class EngineFleet:
             if verdict.fatal is not None:
                 self._stop_run(verdict.fatal)
                 return None
-            self._notes.append(f"{_first_line(reason)}; its samples go elsewhere and it is started again")
+            self._note(index, LOST, f"{_first_line(reason)}; its samples go elsewhere and it is started again")
             await self._bury(life.ref)
             await asyncio.sleep(verdict.pause_secs)
             self._states.starting(index)
@@ -255,7 +257,7 @@ class EngineFleet:
             except Exception as error:  # whatever it is: another start, or the run's end, follows from it
                 reason = _reason(error)
                 continue
-            self._notes.append(f"{name} is up again after {clock() - died:.0f} s and waits for weights")
+            self._note(index, UP, f"{name} is up again after {clock() - died:.0f} s and waits for weights")
             return new
 
     async def _came_up(self, index: int, url: str) -> _Life:
@@ -283,7 +285,7 @@ class EngineFleet:
             return
         self._states.serving(life.ref)
         if life.ref.life > 1:
-            self._notes.append(f"{name} has the current weights and serves again")
+            self._note(life.ref.index, SERVES, f"{name} has the current weights and serves again")
 
     async def _unregister(self, ref: EngineRef) -> None:
         try:
@@ -291,6 +293,9 @@ class EngineFleet:
                 await self._router.remove_engines([ref.url])
         except Exception as error:  # a router that is gone ends the run by itself
             logger.warning("%s was not taken out of the router: %r", ref.url, error)
+
+    def _note(self, index: int, what: str, text: str) -> None:
+        self._events.append(EngineEvent(index, what, time.time(), text))
 
     def _stop_run(self, reason: str) -> None:
         if self._fatal is not None and not self._fatal.done():

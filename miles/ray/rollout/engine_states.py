@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles.utils.trace import EngineEvent
 
 PAUSES_SECS = (0.0, 5.0, 15.0)
 """Before the first, second and third start in the place of an engine that has served. When the third has died without
@@ -54,8 +58,8 @@ class FleetView:
     waiting: tuple[EngineRef, ...]
     restarts: int
     """Engines that were started again and became healthy, since the run began."""
-    notes: tuple[str, ...] = ()
-    """What has happened to engines since the last view, one line each, for the console."""
+    events: tuple[EngineEvent, ...] = ()
+    """What has happened to engines since the last view."""
     pids: dict[str, int] = field(default_factory=dict)
     """Process ids of the engines by name; empty where they have not changed since the last view."""
 

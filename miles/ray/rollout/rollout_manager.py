@@ -101,7 +101,6 @@ class RolloutManager:
         redirect_output(Path(args.run_dir) / "logs" / "rollout_manager.log")
         self._router = make_router(args)
         self._args = copy.copy(args)
-        self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
         self._weight_version: int | None = None
         self._turns = Turns()
         self._dp_size = data_parallel_size(args)
@@ -109,11 +108,12 @@ class RolloutManager:
 
     async def start(self) -> None:
         """Start router and engines, build data source and rollout functions."""
-        await asyncio.gather(
-            self._router.start(),
-            asyncio.to_thread(self._build_rollout_functions),
-            self._fleet.start(),
-        )
+        await asyncio.gather(self._start_router_and_functions(), self._fleet.start())
+
+    async def _start_router_and_functions(self) -> None:
+        await self._router.start()  # which tells where it listens; its second passes while the engines start
+        self._args.sglang_router_ip, self._args.sglang_router_port = self._router.ip, self._router.port
+        await asyncio.to_thread(self._build_rollout_functions)
 
     def _build_rollout_functions(self) -> None:
         args = self._args
@@ -158,6 +158,11 @@ class RolloutManager:
             await asyncio.to_thread(self._state.on_weight_version, version)
         await self._fleet.finish_update(engines)
         return self._fleet.view()
+
+    async def announce_weight_version(self, version: int) -> bool:
+        """While a batch is asked for: what is handed over from now on is trained by the weights of this version, which
+        the engines get next. False, and nothing changes, where the batch has been handed over."""
+        return await asyncio.to_thread(self._state.announce_weight_version, version)
 
     async def acknowledge(self, rollout_id: int) -> None:
         """The trainer has finished its step on this batch: its groups are trained."""

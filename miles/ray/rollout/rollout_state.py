@@ -73,6 +73,11 @@ class RolloutState:
         """The engines have these weights now."""
         self._tell("on_weight_version", version)
 
+    def announce_weight_version(self, version: int) -> bool:
+        """The engines get these weights next. False where the rollout function would not have it."""
+        announce = getattr(self._fn, "announce_weight_version", None)
+        return announce is None or bool(_on_loop(announce, version))
+
     def _tell(self, method: str, value: int) -> None:
         if hasattr(self._fn, method):
             _on_loop(getattr(self._fn, method), value)

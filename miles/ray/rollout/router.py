@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from miles.backends.sglang_utils.flags import router_command_flags
-from miles.ray.rollout.engine_actor import wait_healthy
+from miles.ray.rollout.server_start import START_ATTEMPTS, Launched, start_server
 from miles.utils.http_utils import HttpRequestError, find_available_port, get_host_info, wait_http_ok
 from miles.utils.network import url_host
 from miles.utils.processes import ChildProcess, ProcessDied
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _REGISTRATION_TIMEOUT_SECS = 60
 _REGISTRATION_POLL_SECS = 0.05
+_START_SECS = 180.0
 _EXTERNAL_START_SECS = 60.0
 _PROBE_INTERVAL_SECS = 10.0
 _PROBES_UNTIL_DEAD = 3
@@ -79,13 +80,14 @@ async def _healthy_engines(session: aiohttp.ClientSession) -> set[str]:
 
 
 class Router(RouterClient):
-    """The router process of the run. `ip` and `port` say where it listens, `name` what it is called."""
+    """The router process of the run. `ip` and `port` say where it listens, `name` what it is called. Without
+    --sglang-router-port the port is known once it has started."""
 
     def __init__(self, args: Namespace, name: str = "router") -> None:
         self._name = name
         self.ip = args.sglang_router_ip or get_host_info()[1]
-        self.port = int(args.sglang_router_port or find_available_port(0))
-        super().__init__(f"http://{url_host(self.ip)}:{self.port}")
+        self.port = int(args.sglang_router_port or 0)
+        super().__init__("")
         self._args = args
         self._process: ChildProcess | None = None
 
@@ -94,10 +96,17 @@ class Router(RouterClient):
         return self._process.pid if self._process else -1
 
     async def start(self) -> None:
-        """Start the process and wait until it serves."""
+        """Start the process and wait until it serves. Raises ProcessDied where it ends, and where another process has
+        the port that the user has chosen."""
+        chosen = bool(self._args.sglang_router_port)
+        server = await start_server(self._launch, attempts=1 if chosen else START_ATTEMPTS, timeout_secs=_START_SECS)
+        self.port, self.url = server.port, server.url
+
+    def _launch(self) -> Launched:
+        port = int(self._args.sglang_router_port or find_available_port(0))
         log = Path(self._args.run_dir) / "logs" / f"{self._name}.log"
-        self._process = ChildProcess(self._name, router_command(self._args, self.ip, self.port), log)
-        await wait_healthy(self._process, f"{self.url}/health")
+        self._process = ChildProcess(self._name, router_command(self._args, self.ip, port), log)
+        return Launched(self._process, self.ip, port)
 
     async def watch(self) -> None:
         """Never returns; raises ProcessDied when the router dies."""

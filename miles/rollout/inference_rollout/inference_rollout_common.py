@@ -328,7 +328,7 @@ class InferenceRolloutFn:
 
     async def __call__(self, input: RolloutFnInput) -> RolloutFnOutput:
         if input.evaluation:
-            return await self._eval(getattr(input, "generate_state", None) or self.state)
+            return RolloutFnEvalOutput(data=await self._eval(getattr(input, "generate_state", None)))
         return await self._train(input.rollout_id)
 
     async def _train(self, rollout_id: int) -> RolloutFnTrainOutput:
@@ -349,7 +349,13 @@ class InferenceRolloutFn:
                 type(self.data_source).__name__,
             )
 
-    async def _eval(self, state: GenerateState) -> RolloutFnEvalOutput:
+    async def _eval(self, own_state: GenerateState | None) -> dict[str, dict[str, Any]]:
+        """`own_state`: of engines that only evaluate; what goes wrong there concerns one evaluation, not the run."""
+        from miles.rollout.inference_rollout.eval_progress import EvalProgress
         from miles.rollout.inference_rollout.inference_rollout_eval import eval_rollout
 
-        return RolloutFnEvalOutput(data=await eval_rollout(state, self.eval_prompt_dataset_cache))
+        if own_state is not None:
+            return await eval_rollout(own_state, self.eval_prompt_dataset_cache)
+        progress = EvalProgress.from_args(self.args)
+        evaluating = eval_rollout(self.state, self.eval_prompt_dataset_cache, progress)
+        return await progress.watch(evaluating, self.args)

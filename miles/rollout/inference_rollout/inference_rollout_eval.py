@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from miles.rollout.generate_utils.generate_endpoint_utils import ensure_routing_key
+from miles.rollout.inference_rollout.eval_progress import EvalProgress
 from miles.rollout.inference_rollout.inference_rollout_common import compute_sampling_params, generate_and_rm
 from miles.rollout.inference_rollout.sibling_tasks import gather_or_cancel
 from miles.rollout.prompt_data import eval_configs, load_eval_dataset
@@ -23,22 +24,29 @@ if TYPE_CHECKING:
     from miles.utils.eval_config import EvalDatasetConfig
 
 
-async def eval_rollout(state: GenerateState, prompt_dataset_cache: dict[Any, Dataset]) -> dict[str, dict[str, Any]]:
-    """`{name: {"rewards", "truncated", "samples"}}` for each evaluation data set of the run.
+async def eval_rollout(
+    state: GenerateState, prompt_dataset_cache: dict[Any, Dataset], progress: EvalProgress | None = None
+) -> dict[str, dict[str, Any]]:
+    """`{name: {"rewards", "truncated", "samples"}}` for each evaluation data set of the run. `progress` is told of each
+    sample.
 
     Raises ValueError with `--group-rm`, which needs whole groups and is not available here.
     """
     args = state.args
     if getattr(args, "group_rm", False):
         raise ValueError("--group-rm rewards training groups; evaluation does not support it, set --eval-function-path")
+    progress = progress or EvalProgress()
     results = await gather_or_cancel(
-        eval_rollout_single_dataset(state, config, prompt_dataset_cache) for config in eval_configs(args)
+        eval_rollout_single_dataset(state, config, prompt_dataset_cache, progress) for config in eval_configs(args)
     )
     return {name: data for result in results for name, data in result.items()}
 
 
 async def eval_rollout_single_dataset(
-    state: GenerateState, dataset_cfg: EvalDatasetConfig, prompt_dataset_cache: dict[Any, Dataset]
+    state: GenerateState,
+    dataset_cfg: EvalDatasetConfig,
+    prompt_dataset_cache: dict[Any, Dataset],
+    progress: EvalProgress | None = None,
 ) -> dict[str, dict[str, Any]]:
     """`{name: {"rewards", "truncated", "samples"}}`: one entry per sample, sorted by sample index.
 
@@ -50,15 +58,14 @@ async def eval_rollout_single_dataset(
     deterministic = getattr(args, "sglang_enable_deterministic_inference", False)
     seed = getattr(args, "rollout_seed", 42)
 
-    answered = await gather_or_cancel(
-        generate_and_rm(
-            state,
-            sample,
-            {**sampling_params, "sampling_seed": seed + repeat} if deterministic else sampling_params,
-            evaluation=True,
-        )
-        for sample, repeat in _samples(args, dataset, dataset_cfg)
-    )
+    progress = progress or EvalProgress()
+
+    async def answer(sample: Sample, repeat: int) -> Sample | list[Sample]:
+        params = {**sampling_params, "sampling_seed": seed + repeat} if deterministic else sampling_params
+        with progress.of(dataset_cfg.name, sample):
+            return await generate_and_rm(state, sample, params, evaluation=True)
+
+    answered = await gather_or_cancel(answer(sample, repeat) for sample, repeat in _samples(args, dataset, dataset_cfg))
     samples = [s for member in answered for s in (member if isinstance(member, list) else [member])]
     samples.sort(key=lambda sample: -1 if sample.index is None else sample.index)
     reward_key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)

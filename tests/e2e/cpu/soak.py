@@ -1,9 +1,9 @@
 """Many epochs that are killed at random moments and resumed; see `tests/run_soak.sh`.
 
 One round is one epoch in which each kind of process is killed once, in a random order, each at a random moment. With
-`--faults` it is one run with fault tolerance, which ends by itself although FAULTS_A_ROUND times an engine gets a fault. The seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets
-one line a round, so a soak that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` shows
-what is there.
+`--faults` it is one run with fault tolerance that ends by itself although FAULTS_A_ROUND times an engine gets a fault.
+The seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets one line a round, so a soak
+that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` shows what is there.
 """
 
 from __future__ import annotations

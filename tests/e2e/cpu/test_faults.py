@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from miles.utils.checkpoint_set import newest_readable
+from miles.utils.run_report import SUMMARY_FILE
+from miles.utils.trace import TRACE_FILE, read_trace
 from tests.e2e.cpu.engine_faults import FaultyEpoch, draw
 
 if TYPE_CHECKING:
@@ -42,10 +45,12 @@ def test_engines_that_die_hang_or_fail_are_replaced_and_each_prompt_is_trained_e
     rng = random.Random(SEED)
     epoch = FaultyEpoch(launcher, tmp_path / "checkpoints")
     faults = [draw(rng, *plan) for plan in PLAN]
-    output = epoch.play(faults).output
+    run = epoch.play(faults)
+    marks = [event["args"]["what"] for event in read_trace(run.run_dir / TRACE_FILE) if event["ph"] == "i"]
+    assert json.loads((run.run_dir / SUMMARY_FILE).read_text())["engine_restarts"] >= len(faults)
     for fault in faults:
-        engine = fault.victim.removesuffix("-actor")
-        assert f"{engine} has the current weights and serves again" in output, f"seed {SEED}, {fault}: {output}"
+        served = f"{fault.engine} has the current weights and serves again"
+        assert served in run.output and served in marks, f"seed {SEED}, {fault}: {run.output}"
 
 
 def test_the_loss_of_every_engine_ends_the_run_with_one_message_and_leaves_a_set(

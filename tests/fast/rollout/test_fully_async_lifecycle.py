@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 import miles.rollout.fully_async_rollout as module
+from miles.rollout._fully_async_buffer import DefaultDataBuffer
+from miles.utils.misc import function_registry
 from miles.utils.types import Sample
 from tests.fast.fakes import FakeDataSource, GatedGeneration, answer, finished, group_indexes
 from tests.fast.rollout.fully_async_setup import build, fed_by_hand, running, train
@@ -502,6 +505,35 @@ async def test_close_is_bounded_and_loud_when_generation_ignores_its_cancellatio
     )
     await asyncio.sleep(200)  # they end by themselves, and do not wait for room in a queue that nobody reads
     assert fn.queue_size == 0
+
+
+class Stubborn(DefaultDataBuffer):
+    """Its `get` ignores cancellations until it has a group."""
+
+    async def get(self, **context: Any) -> Any:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                return await super().get(**context)
+
+
+@virtual
+async def test_close_is_bounded_and_loud_when_a_store_ignores_its_cancellation(monkeypatch, caplog):
+    with function_registry.temporary("stubborn", Stubborn):
+        fn = build(monkeypatch, GatedGeneration(), custom_async_data_buffer_path="stubborn", rollout_batch_size=1)
+    drain = await start_drain(fn)
+    began = asyncio.get_running_loop().time()
+    await fn.close()
+    with pytest.raises(RuntimeError, match="was closed while a batch was being collected"):
+        await drain
+    assert asyncio.get_running_loop().time() - began <= module.CLOSE_GRACE_SECS
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.message == (
+        f"get of the data buffer {__name__}.Stubborn still runs 5 s after it was cancelled; it is left behind"
+    )
+    await fn._finished.store.put(finished(7))  # the get ends at last: its group goes in front of the store
+    await settle()
+    assert group_indexes([group for _, group in fn._finished.returned]) == [7]
+    assert fn.queue_size == fn.ledger.queued == 1
 
 
 # ---- sharing the loop

@@ -49,6 +49,23 @@ def test_batch_and_steps_follow_from_each_other(flags: list[str], batch: int, st
         ),
         (["--use-distributed-optimizer", "--optimizer", "sgd"], "--use-distributed-optimizer needs --optimizer adam"),
         (["--recompute-granularity", "full"], "needs --recompute-method and --recompute-num-layers"),
+        (
+            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "-1"],
+            "--recompute-num-layers must be greater than 0, got -1",
+        ),
+        (
+            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "99"],
+            "--recompute-num-layers 99 does not divide the",
+        ),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size must be greater than 0, got 0"),
+        (["--context-parallel-size", "0"], "--context-parallel-size must be greater than 0, got 0"),
+        (
+            [
+                *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+                *("--global-batch-size", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "100"),
+            ],
+            "gives 1 samples to each of 1 data-parallel ranks, which with --num-virtual-stages-per-pipeline-rank 2",
+        ),
         (["--moe-enable-deepep"], "--moe-enable-deepep needs --moe-token-dispatcher-type flex"),
         (
             ["--micro-batch-size", "3"],

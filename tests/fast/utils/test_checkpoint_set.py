@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def make_set(root: Path, rollout_id: int) -> Path:
+def make_set(root: Path, rollout_id: int, **record: Any) -> Path:
     """A set of two small files, as the trainer writes it."""
     directory = checkpoint_set.set_path(root, rollout_id)
     directory.mkdir(parents=True)
@@ -21,7 +21,7 @@ def make_set(root: Path, rollout_id: int) -> Path:
     staged = checkpoint_set.staged_rollout_path(root, rollout_id)
     staged.write_text("{}", encoding="utf-8")
     checkpoint_set.take_rollout_part(staged, directory)
-    checkpoint_set.write_record(directory, {"rollout_id": rollout_id})
+    checkpoint_set.write_record(directory, {"rollout_id": rollout_id, **record})
     checkpoint_set.write_pointer(root, rollout_id)
     return directory
 
@@ -54,6 +54,20 @@ def test_sets_before_the_pointer_come_before_sets_after_it(tmp_path: Path) -> No
     assert names(checkpoint_set.candidates(tmp_path)) == [4, 3, 2, 1]
 
 
+def test_a_number_that_changed_in_the_record_refuses_the_set(tmp_path: Path) -> None:
+    damaged = make_set(tmp_path, 2, weight_version=4)
+    record = damaged / "state.json"
+    record.write_text(record.read_text(encoding="utf-8").replace('"weight_version": 4', '"weight_version": 5'))
+    assert checkpoint_set.verify(damaged) == "state.json is damaged (its digest differs)"
+
+
+@pytest.mark.parametrize("pointer", [b"\xff\xfe", b"", "\N{SUPERSCRIPT TWO}".encode()])
+def test_a_damaged_pointer_counts_as_none(pointer: bytes, tmp_path: Path) -> None:
+    newest = [make_set(tmp_path, i) for i in (1, 2)][-1]
+    (tmp_path / checkpoint_set.POINTER).write_bytes(pointer)
+    assert checkpoint_set.newest_readable(tmp_path) == newest
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "reason"),
     [
@@ -62,7 +76,11 @@ def test_sets_before_the_pointer_come_before_sets_after_it(tmp_path: Path) -> No
         ("rollout/state.json", b"{", "rollout/state.json has 1 bytes instead of 2"),
         ("model.safetensors", None, "model.safetensors is missing"),
         ("state.json", b"{", "state.json cannot be read"),
-        ("state.json", b'{"format": 3, "files": {}}', "format 3"),
+        ("state.json", b'{"format": 4, "files": {}}', "format 4"),
+        ("state.json", b'{"format": 3, "files": {}, "rollout_id": 2}', "state.json is damaged"),
+        ("state.json", b'{"format": 3, "files": []}', "state.json cannot be read"),
+        ("state.json", b'{"format": 3, "files": {"model.safetensors": null}}', "state.json cannot be read"),
+        ("state.json", b'{"format": 3, "files": {"model.safetensors": {}}}', "state.json cannot be read"),
         ("state.json", b'{"format": 2, "files": {}, "rollout_id": 1}', "is of rollout 1"),
     ],
 )

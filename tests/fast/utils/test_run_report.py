@@ -136,6 +136,14 @@ def test_tokens_and_idle_sides_over_the_run() -> None:
     assert summarize([step(0, 1.0)], {})["idle"] == {"generation": None, "train": None}
 
 
+def test_engines_that_were_started_again_are_counted_over_the_run() -> None:
+    rows = [step(i, 1.0, **{"rollout/engine_restarts": count}) for i, count in enumerate((0, 2, 1))]
+    summary = summarize(rows, {})
+    assert summary["engine_restarts"] == 3
+    assert "3 started again (rollout/engine_restarts)" in format_summary(summary)
+    assert "started again" not in format_summary(summarize([step(0, 1.0)], {}))
+
+
 def test_staleness_weighs_each_group_alike() -> None:
     rows = [
         step(0, 1.0),  # not measured

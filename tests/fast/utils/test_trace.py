@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from miles.utils.trace import GroupPhase, SampleSpan, TraceWriter, read_trace
+from miles.utils.trace import EngineEvent, GroupPhase, SampleSpan, TraceWriter, read_trace
 from tests.fast.utils.trace_format import check_trace
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def test_a_closed_file_is_json_and_names_its_lanes(tmp_path: Path) -> None:
     assert lanes == [
         *((1, lane) for lane in ("wait", "training", "weight update", "eval", "save")),
         (2, "requests in flight"),
-        *((10, lane) for lane in ("weight update", "paused")),
-        *((11, lane) for lane in ("weight update", "paused")),
+        *((10, lane) for lane in ("weight update", "paused", "outage")),
+        *((11, lane) for lane in ("weight update", "paused", "outage")),
     ]
 
 
@@ -83,6 +83,30 @@ def test_spans_are_complete_events_in_microseconds(tmp_path: Path) -> None:
         ("weight update", 10, 1, 2_000_000, 250_000),  # on the lane of each engine, too
         ("weight update", 11, 1, 2_000_000, 250_000),
     ]
+
+
+def test_an_engine_that_is_lost_shows_until_it_serves_again(tmp_path: Path) -> None:
+    def happened(what: str, seconds: float) -> EngineEvent:
+        return EngineEvent(1, what, ORIGIN + seconds, f"engine-1: {what}")
+
+    trace = TraceWriter(tmp_path / "trace.json", 100, num_engines=2, origin=ORIGIN)
+    trace.engine_events([happened("lost", 1.0), happened("lost", 3.0)])  # its first successor has died as well
+    trace.engine_events([happened("up again", 5.0), happened("serves again", 4.5)])  # somebody has set the clock back
+    trace.engine_events([happened("lost", 9.0)])
+    trace.close()
+    events = of_kind(written(tmp_path / "trace.json"), "X", "i")
+    assert {(event["pid"], event["tid"]) for event in events} == {(11, 3)}
+    assert [(e["name"], e["ts"], e.get("dur")) for e in events] == [
+        ("lost", 1_000_000, None),
+        ("starts again", 1_000_000, 2_000_000),
+        ("lost", 3_000_000, None),
+        ("starts again", 3_000_000, 2_000_000),
+        ("up again", 5_000_000, None),
+        ("waits for weights", 5_000_000, 0),
+        ("serves again", 5_000_000, None),
+        ("lost", 9_000_000, None),
+    ]
+    assert events[0]["args"] == {"what": "engine-1: lost"}
 
 
 def test_a_group_is_an_asynchronous_slice_with_its_phases_inside(tmp_path: Path) -> None:

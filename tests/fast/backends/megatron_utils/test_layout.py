@@ -38,6 +38,9 @@ def test_sizes_must_fit_the_ranks(layout: ParallelLayout, ranks: int, words: str
         (DENSE, ParallelLayout(pipeline=2, virtual=4), {}, "gives a rank 2 layers, which do not divide among"),
         (DENSE, ParallelLayout(pipeline=2), {"first_layers": 5}, "with 5 layers on the first rank"),
         (DENSE, ParallelLayout(), {"last_layers": 1}, "need --pipeline-model-parallel-size above 1"),
+        (DENSE, ParallelLayout(), {"recompute_unit": 3}, "--recompute-num-layers 3 does not divide the 4 layers"),
+        (DENSE, ParallelLayout(pipeline=2, virtual=2), {"recompute_unit": 2}, "the 1 layers of a pipeline stage"),
+        (DENSE, ParallelLayout(pipeline=2), {"first_layers": 1, "recompute_unit": 3}, "the 1 layers of a pipeline"),
         (DENSE, ParallelLayout(expert=2), {}, "this model has no experts"),
         (EXPERTS, ParallelLayout(expert=3), {}, "does not divide the model's 4 experts"),
         (EXPERTS, ParallelLayout(expert_tensor=5), {}, "24 neurons of an expert"),
@@ -53,5 +56,6 @@ def test_sizes_must_fit_the_model(hf: HFModelConfig, layout: ParallelLayout, out
 def test_sizes_that_fit_pass() -> None:
     ParallelLayout(tensor=2, pipeline=2, virtual=2).check_model(DENSE)
     ParallelLayout(pipeline=2).check_model(DENSE, first_layers=1, last_layers=3)
+    ParallelLayout(pipeline=2).check_model(DENSE, recompute_unit=2)
     ParallelLayout(pipeline=3).check_model(DENSE, last_layers=2)
     ParallelLayout(tensor=2, expert=4, sequence_parallel=True).check_model(EXPERTS)

@@ -75,6 +75,8 @@ MOE = {
     "experts-distributed": {EP: 2, "use_distributed_optimizer": True},
     "experts-tensor": {EP: 2, TP: 2, ETP: 1, **SP},
     "tensor": {TP: 2, ETP: 2, **SP},
+    "tensor-but-experts": {TP: 2, ETP: 1, **SP},
+    "nothing-but-experts": {ETP: 2},
     "pipeline": {PP: 2},
     "data": {},
     "context": {CP: 2, EP: 2, ETP: 1},

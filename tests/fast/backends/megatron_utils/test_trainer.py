@@ -116,6 +116,15 @@ def test_reusing_the_forward_pass_changes_no_number(
     assert_same_weights(left[1], right[1], 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning")
+def test_recomputing_only_attention_takes_no_number_of_layers(
+    checkpoints: dict[str, Path], trainer_of: TrainerOf
+) -> None:
+    ignored = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    args = make_args(checkpoints["qwen3-tied"], recompute_granularity="selective", **ignored)
+    trainer_of(args).train(0, make_shard(seed=0))
+
+
 @pytest.mark.parametrize(
     "overrides",
     [{"use_rollout_logprobs": True}, {"kl_coef": 0.1}, {"loss_type": "sft_loss"}, {"attention_dropout": 0.1}],

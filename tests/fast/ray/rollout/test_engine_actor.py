@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -13,19 +12,10 @@ from miles.backends.sglang_utils.launch import ServerPlace
 from miles.ray.rollout.engine_actor import EngineActor
 from miles.utils.network import find_available_port
 from miles.utils.processes import ProcessDied
+from tests.fast.ray.rollout.answering_server import answering_server
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-SERVER = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-http.server.ThreadingHTTPServer.allow_reuse_address = False
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
 
 
 class OnPorts(EngineActor):
@@ -41,7 +31,7 @@ class OnPorts(EngineActor):
         )
 
     def _command(self, place: ServerPlace) -> list[str]:
-        return [sys.executable, "-c", SERVER, str(place.port)]
+        return answering_server(place.port)
 
 
 @pytest.fixture

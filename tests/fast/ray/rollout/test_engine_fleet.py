@@ -139,16 +139,21 @@ async def test_a_dead_engine_leaves_the_router_at_once_and_its_successor_serves_
         await settle()
         assert cluster.log == ["unregister http://engine-0/0", "kill http://engine-0/0"]
         assert cluster.registered == {"http://engine-1/0"}
-        (note,) = cluster.fleet.view().notes
-        assert note.startswith("engine-0 (pid 7) was killed by SIGKILL; see log;") and "last words" not in note
+        (lost,) = cluster.fleet.view().events
+        assert (lost.engine, lost.what) == (0, "lost") and "last words" not in lost.text
+        assert lost.text.startswith("engine-0 (pid 7) was killed by SIGKILL; see log;")
         await asyncio.sleep(START_SECS + 1)
         view = cluster.fleet.view()
         assert cluster.registered == {"http://engine-1/0"}, "it serves without weights"
         assert [ref.url for ref in view.waiting] == ["http://engine-0/1"] and view.restarts == 1
         assert view.pids == {"engine-0": 1, "engine-1": 100}
+        (up,) = view.events
+        assert up.what == "up again" and up.text == "engine-0 is up again after 20 s and waits for weights"
         await cluster.update()
         assert cluster.registered == {"http://engine-0/1", "http://engine-1/0"}
-        assert cluster.fleet.view().notes == ("engine-0 has the current weights and serves again",)
+        (serves,) = cluster.fleet.view().events
+        assert serves.what == "serves again" and lost.time <= up.time <= serves.time
+        assert serves.text == "engine-0 has the current weights and serves again"
 
 
 @virtual
@@ -172,7 +177,8 @@ async def test_an_engine_that_hangs_or_fails_is_found_at_the_next_look_and_repla
         started = asyncio.get_running_loop().time()
         await cluster.unregistered.wait()
         assert asyncio.get_running_loop().time() - started <= LOOKS.first_wait_secs + LOOKS.interval_secs
-        assert "engine-1 (http://engine-1/0) answers POST /generate with HTTP 500" in cluster.fleet.view().notes[0]
+        (lost,) = cluster.fleet.view().events
+        assert "engine-1 (http://engine-1/0) answers POST /generate with HTTP 500" in lost.text
 
 
 @virtual

@@ -50,6 +50,10 @@ class AsyncFn:
     def on_weight_version(self, version: int) -> None:
         self._note("on_weight_version", version)
 
+    def announce_weight_version(self, version: int) -> bool:
+        self._note("announce_weight_version", version)
+        return version != 7
+
     def _note(self, what: str, value: int) -> None:
         assert threading.current_thread().name == LOOP_THREAD_NAME
         self.told.append((what, value))
@@ -116,7 +120,14 @@ def test_a_function_with_a_state_hears_of_training_on_the_rollout_loop(tmp_path:
     state.acknowledge(3)
     state.give_back(4)
     state.on_weight_version(5)
-    assert fn.told == [("acknowledge", 3), ("give_back", 4), ("on_weight_version", 5)]
+    assert state.announce_weight_version(6) and not state.announce_weight_version(7)
+    assert fn.told == [
+        ("acknowledge", 3),
+        ("give_back", 4),
+        ("on_weight_version", 5),
+        ("announce_weight_version", 6),
+        ("announce_weight_version", 7),
+    ]
 
 
 def test_a_function_without_a_state_hears_of_nothing() -> None:
@@ -125,6 +136,7 @@ def test_a_function_without_a_state_hears_of_nothing() -> None:
     state.acknowledge(3)
     state.give_back(4)
     state.on_weight_version(5)
+    assert state.announce_weight_version(6)
 
 
 def test_snapshot_and_restore_carry_function_and_data_source(tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ from aiohttp import web
 from miles.ray.rollout.router import ExternalRouter, Router, RouterClient, make_router, router_command
 from miles.utils.http_utils import close_http_client
 from miles.utils.network import find_available_port
+from miles.utils.processes import ProcessDied
+from tests.fast.ray.rollout.answering_server import answering_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 
 def flags(**changes: Any) -> Namespace:
@@ -118,3 +121,31 @@ async def test_an_external_router_with_engines_of_others_is_refused(router: tupl
 
 def test_without_the_flag_the_run_starts_its_own() -> None:
     assert isinstance(make_router(flags()), Router)
+
+
+def own_router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *free_ports: int, **changes: Any) -> Router:
+    """Its process is a few lines; what is taken for free are these ports in turn."""
+    ports = list(free_ports)
+    monkeypatch.setattr("miles.ray.rollout.router.find_available_port", lambda base: ports.pop(0))
+    monkeypatch.setattr("miles.ray.rollout.router.router_command", lambda args, ip, port: answering_server(port))
+    return Router(flags(run_dir=tmp_path, **changes))
+
+
+async def test_another_runs_router_is_not_taken_for_ours(
+    router: tuple[FakeRouter, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, strangers = router
+    free = find_available_port()
+    own = own_router(monkeypatch, tmp_path, strangers, free)
+    await own.start()
+    assert (own.port, own.url) == (free, f"http://127.0.0.1:{free}")
+    await own.stop()
+
+
+async def test_a_port_that_the_user_has_chosen_is_not_replaced(
+    router: tuple[FakeRouter, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, strangers = router
+    own = own_router(monkeypatch, tmp_path, sglang_router_port=strangers)
+    with pytest.raises(ProcessDied, match=rf"router.*port {strangers} was taken|router.*exited with code 1"):
+        await own.start()
