@@ -192,8 +192,9 @@ def _mark_shards(model: torch.nn.Module, layout: ParallelLayout) -> None:
     """Tell megatron-core which parameters are shards: it counts the others once in the gradient norm. Its layers do so
     only where they initialise their weights, which ours leave to the checkpoint.
 
-    And which are reduced over the ranks that have the same part of an expert: it asks for several expert-parallel ranks,
-    but these are other ranks than the data-parallel ones also where experts are split otherwise than the rest."""
+    And which are reduced over the ranks with the same part of an expert. It does so where there are several
+    expert-parallel ranks; but these are not the data-parallel ranks either where experts are split otherwise than the
+    rest of a layer."""
     for name, parameter in model.named_parameters():
         spec = param_spec(name)
         if not spec.split.is_whole and not hasattr(parameter, "tensor_model_parallel"):
