@@ -6,7 +6,7 @@
 #   bash tests/run_soak.sh                               20 epochs of four kills, results in runs/soak/results.jsonl
 #   bash tests/run_soak.sh --rounds 3 --first-seed 100   other seeds
 #   bash tests/run_soak.sh --minutes 30                  begin no epoch after half an hour
-#   bash tests/run_soak.sh --faults                      kill and stop engines of runs with --use-fault-tolerance
+#   bash tests/run_soak.sh --faults                      faults of engines in runs with --use-fault-tolerance
 #   bash tests/run_soak.sh --table                       print the results that are there (with --faults: of those)
 set -euo pipefail
 

@@ -32,6 +32,7 @@ from miles.backends.megatron_utils.hf_export import export_hf_checkpoint
 from miles.backends.megatron_utils.layout import ParallelLayout, layers_from
 from miles.backends.megatron_utils.lockstep import in_lockstep
 from miles.backends.megatron_utils.model import build_model, use_transformer_engine
+from miles.backends.megatron_utils.moe_losses import forget_moe_losses, take_moe_losses
 from miles.backends.megatron_utils.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -279,6 +280,7 @@ class MegatronTrainer:
             self._scheduler.step(1)
         return {
             **metrics.step_means(sums, scale.normalizer, self._device),
+            **take_moe_losses(self._hf.num_layers, len(micro_batches)),
             "train/grad_norm": grad_norm,
             **{f"train/lr-pg_{i}": float(lr) for i, lr in enumerate(learning_rates)},
         }
@@ -397,6 +399,7 @@ class MegatronTrainer:
         if self._updater is not None:
             self._updater.close()
             self._updater = None
+        forget_moe_losses()
         parallel.shutdown_distributed()
 
     def _gathered_weights(self) -> Iterator[Piece]:

@@ -37,6 +37,8 @@ BLAME_SECS = 2.0
 """An engine that refuses a step of an update may do so because another one died; so much later that is known."""
 EXPLAIN_SECS = 0.5
 """An engine that does not answer has most likely died; so much later it is known how."""
+LEAST_PATIENCE_SECS = 1.0
+"""An engine that was silent before an update gets at least so long after it."""
 _UNREGISTER_SECS = 5.0
 
 
@@ -53,7 +55,9 @@ class Registry(Protocol):
 class Health(Protocol):
     """Questions to an engine; the answer is what is wrong, or None."""
 
-    async def fails_to_generate(self, url: str) -> str | None: ...
+    async def fails_to_generate(self, url: str, patience_secs: float) -> str | None: ...
+
+    async def fails_requests(self, url: str) -> str | None: ...
 
     async def fails_to_answer(self, url: str) -> str | None: ...
 
@@ -95,7 +99,7 @@ class EngineFleet:
         self._lives: dict[EngineRef, _Life] = {}
         self._fatal: asyncio.Future[str] | None = None
         self._updating: tuple[EngineRef, ...] = ()
-        self._updates_begun = 0
+        self._update_begins, self._update_is_over = asyncio.Event(), asyncio.Event()
         self._events: list[EngineEvent] = []
         self._told_pids: dict[str, int] = {}
         self._pids: dict[str, int] = {}
@@ -149,12 +153,14 @@ class EngineFleet:
         if self._fatal is not None and self._fatal.done():
             raise ProcessDied(self._fatal.result())
         self._updating = self._states.in_state(EngineState.WAITING) if only_waiting else self._states.up
-        self._updates_begun += 1
+        self._update_begins.set()
+        self._update_begins, self._update_is_over = asyncio.Event(), asyncio.Event()
         return self._updating
 
     async def finish_update(self, engines: Sequence[EngineRef]) -> None:
         """These engines have the current weights: those that waited for them get requests from now on."""
         self._updating = ()
+        self._update_is_over.set()
         waiting = set(self._states.in_state(EngineState.WAITING))
         lives = [self._lives[ref] for ref in engines if ref in waiting]
         await asyncio.gather(*(self._register(life) for life in lives))
@@ -176,7 +182,7 @@ class EngineFleet:
             return
         for life in lives:
             if life.ref.url in urls:
-                life.condemn(reason)
+                life.condemn(f"{self._engines[life.ref.index].name}: {reason}")
                 await life.over.wait()
 
     # -- the life of one engine
@@ -198,19 +204,35 @@ class EngineFleet:
         looks = self._looks
         if looks is None:
             return await asyncio.get_running_loop().create_future()
-        name = self._engines[ref.index].name
         await asyncio.sleep(looks.first_wait_secs)
         while True:
             await asyncio.sleep(looks.interval_secs)
-            update = self._updates_begun
-            if ref in self._updating:
-                failure = await self._health.fails_to_answer(ref.url)
-            else:
-                failure = await self._health.fails_to_generate(ref.url)
-                if failure is not None and update != self._updates_begun:
-                    continue  # an update has begun meanwhile, and the engine may have been paused for it
+            failure = await self._look_at(ref, looks)
             if failure is not None:
-                return f"{name} ({ref.url}) {failure}"
+                return f"{self._engines[ref.index].name} ({ref.url}) {failure}"
+
+    async def _look_at(self, ref: EngineRef, looks: HealthConfig) -> str | None:
+        """One look: what is wrong, or None.
+
+        An update that begins meanwhile interrupts it, for the engine is paused then. The look goes on afterwards, and
+        the engine has been silent for as long as it was before the update: otherwise one that never generates would
+        not be found while updates follow each other faster than the timeout.
+        """
+        health, clock, patience_secs = self._health, asyncio.get_running_loop().time, looks.timeout_secs
+        while True:
+            while ref in self._updating:
+                failure = await health.fails_to_answer(ref.url)
+                if failure is not None:
+                    return failure
+                await _first_of([self._update_is_over.wait()], timeout_secs=looks.interval_secs)
+            begins, started = self._update_begins, clock()
+            failure = await _first_of((health.fails_to_generate(ref.url, patience_secs), begins.wait()))
+            if begins.is_set():
+                patience_secs = max(patience_secs - (clock() - started), LEAST_PATIENCE_SECS)
+                continue
+            if failure is None:
+                failure = await _first_of((health.fails_requests(ref.url), begins.wait()))
+            return None if begins.is_set() else failure
 
     async def _replace(self, life: _Life, reason: str) -> _Life | None:
         """Take a dead engine out and start another one in its place; None where the run cannot go on."""

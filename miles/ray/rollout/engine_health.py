@@ -1,6 +1,7 @@
 """Whether an engine whose process lives still works.
 
-    generates?  GET /health_generate is 200 in time, and a request of one token is not answered with an error
+    generates?  GET /health_generate is 200 in time
+    accepts?    a request of one token is not answered with an error
     answers?    any HTTP answer in time: all that can be asked of an engine that is paused for a weight update, for then
                 SGLang's /health hangs
 
@@ -19,6 +20,7 @@ from miles.utils.http_utils import HttpRequestError, HttpStatusError, get, post
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Awaitable, Callable
 
 SECOND_LOOK_SECS = 0.2
 _ONE_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
@@ -43,21 +45,22 @@ class HealthConfig:
 
 
 class EngineHealth:
-    """Asks engines over HTTP. Both questions return what is wrong, in words, or None."""
+    """Asks engines over HTTP. Each question returns what is wrong, in words, or None. The first two are for an engine
+    that nothing has paused."""
 
     def __init__(self, timeout_secs: float) -> None:
         self._timeout_secs = timeout_secs
 
-    async def fails_to_generate(self, url: str) -> str | None:
-        """To be asked of an engine that nothing has paused."""
+    async def fails_to_generate(self, url: str, patience_secs: float | None = None) -> str | None:
+        """`patience_secs`: what is left of the timeout, where the engine was silent already before a pause."""
+        patience_secs = self._timeout_secs if patience_secs is None else patience_secs
         try:
-            failure = await self._generation_error(url)
-            if failure is not None:
-                await asyncio.sleep(SECOND_LOOK_SECS)
-                failure = await self._generation_error(url)
+            return await _confirmed(lambda: _in_time(get(f"{url}/health_generate"), patience_secs))
         except TimeoutError:
             return f"has generated nothing for {self._timeout_secs:g} s"
-        return failure
+
+    async def fails_requests(self, url: str) -> str | None:
+        return await _confirmed(lambda: self._token_error(url))
 
     async def fails_to_answer(self, url: str) -> str | None:
         try:
@@ -66,24 +69,31 @@ class EngineHealth:
         except TimeoutError:
             return f"has not answered for {self._timeout_secs:g} s"
         except HttpRequestError as error:
-            return None if isinstance(error, HttpStatusError) else f"cannot be reached: {error.reason}"
+            return None if isinstance(error, HttpStatusError) else f"gives no answer: {error.reason}"
         return None
 
-    async def _generation_error(self, url: str) -> str | None:
-        """Raises TimeoutError where the engine is silent."""
-        token = asyncio.ensure_future(post(f"{url}/generate", _ONE_TOKEN, max_retries=0))
+    async def _token_error(self, url: str) -> str | None:
         try:
-            async with asyncio.timeout(self._timeout_secs):
-                health = await _failure(get(f"{url}/health_generate"))
-            if health is None:
-                await asyncio.wait({token}, timeout=self._timeout_secs)
-            return health or (await _failure(token) if token.done() else None)
-        finally:
-            token.cancel()
-            await asyncio.gather(token, return_exceptions=True)
+            return await _in_time(post(f"{url}/generate", _ONE_TOKEN, max_retries=0), self._timeout_secs)
+        except TimeoutError:
+            return None
 
 
-async def _failure(request: Any) -> str | None:
+async def _confirmed(look: Callable[[], Awaitable[str | None]]) -> str | None:
+    """What a second look finds as well."""
+    if await look() is None:
+        return None
+    await asyncio.sleep(SECOND_LOOK_SECS)
+    return await look()
+
+
+async def _in_time(request: Awaitable[Any], timeout_secs: float) -> str | None:
+    """Raises TimeoutError where the engine is silent."""
+    async with asyncio.timeout(timeout_secs):
+        return await _failure(request)
+
+
+async def _failure(request: Awaitable[Any]) -> str | None:
     """What is wrong with the engine that answers like this. That it lacks an endpoint is nothing."""
     try:
         await request
@@ -93,5 +103,5 @@ async def _failure(request: Any) -> str | None:
     except HttpRequestError as error:
         if isinstance(error, TimeoutError):
             raise TimeoutError from error
-        return f"cannot be reached: {error.reason}"
+        return f"gives no answer to {error.method} {error.url}: {error.reason}"
     return None

@@ -19,6 +19,7 @@ from tests.e2e.cpu.resume_plugins import record_path
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Mapping
     from pathlib import Path
 
     from tests.e2e.cpu.runs import FinishedRun, Launcher, RunningRun
@@ -74,13 +75,24 @@ class Outcome:
 
 
 class Epoch:
-    """The runs over one epoch of `prompts` prompts, which share a checkpoint directory. `flags` are added to theirs."""
+    """The runs over one epoch of `prompts` prompts, which share a checkpoint directory.
 
-    def __init__(self, launcher: Launcher, save: Path, *flags: str, prompts: int = PROMPTS) -> None:
+    `flags` are added to theirs, `environment` to that of their processes.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        save: Path,
+        *flags: str,
+        prompts: int = PROMPTS,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._launcher = launcher
         self.save = save
         self._flags = flags
         self._prompts = prompts
+        self._environment = environment
         self.outcomes: list[Outcome] = []
 
     def start(self) -> RunningRun:
@@ -88,7 +100,9 @@ class Epoch:
         resume = ["--load", str(self.save)] if self.save.exists() else []
         steps = ["--num-rollout", str(self._prompts // BATCH)]
         return self._launcher.start(
-            *("--prompt-data", prompts, *FLAGS, *steps, "--save", str(self.save)), *resume, *self._flags
+            *("--prompt-data", prompts, *FLAGS, *steps, "--save", str(self.save)),
+            *(*resume, *self._flags),
+            environment=self._environment,
         )
 
     def run_until(self, kill: Kill) -> Outcome | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from miles.utils.types import Sample
 
 
-SLOW_STEP_SECS = 0.5
+SLOW_STEP_SECS = 1.0
 
 
 class OneEpoch(RolloutDataSourceWithBuffer):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TIMEOUT_SECS = 150
@@ -70,26 +70,28 @@ class RunningRun:
 
     def wait_for_steps(self, count: int) -> None:
         """Until `count` steps are logged."""
-        self._wait_until(lambda: len((self.run_dir / "metrics.jsonl").read_text().splitlines()) >= count)
+        self.wait_until(lambda: len((self.run_dir / "metrics.jsonl").read_text().splitlines()) >= count)
 
     def wait_for_steps_where(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Until the steps so far fulfil the condition together."""
-        self._wait_until(lambda: condition(read_steps(self.run_dir)))
+        self.wait_until(lambda: condition(read_steps(self.run_dir)))
 
     def wait_for_step_where(self, condition: Callable[[dict[str, Any]], bool]) -> None:
         """Until a step is logged that fulfils the condition."""
-        self._wait_until(lambda: any(condition(step) for step in read_steps(self.run_dir)))
+        self.wait_until(lambda: any(condition(step) for step in read_steps(self.run_dir)))
 
     def pids(self) -> dict[str, int]:
         """Process ids by name, once the run has told them."""
-        self._wait_until(lambda: (self.run_dir / "processes.json").exists())
+        self.wait_until(lambda: (self.run_dir / "processes.json").exists())
         pids: dict[str, int] = json.loads((self.run_dir / "processes.json").read_text())
         return pids
 
-    def remember_processes(self) -> None:
-        """Note every process of the run that is alive now, for `survivors`."""
+    def remember_processes(self) -> set[psutil.Process]:
+        """Note every process of the run that is alive now, for `survivors`, and return them."""
         driver = psutil.Process(self._process.pid)
-        self._seen |= {driver, *driver.children(recursive=True)}
+        alive = {driver, *driver.children(recursive=True)}
+        self._seen |= alive
+        return alive
 
     def survivors(self, timeout_secs: float) -> list[psutil.Process]:
         """Remembered processes that still run after at most `timeout_secs`."""
@@ -132,7 +134,7 @@ class RunningRun:
         run_dirs = list(self._runs_dir.iterdir()) if self._runs_dir.exists() else []
         return FinishedRun(run_dirs[0] if run_dirs else self._runs_dir, self._process.returncode, output)
 
-    def _wait_until(self, condition: Any) -> None:
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._timeout_secs
         while True:
             try:
@@ -156,20 +158,35 @@ class Launcher:
         self.data = data
         self._count = 0
 
-    def start(self, *flags: str, driver: str = "train_async.py", fully_async: bool = True) -> RunningRun:
+    def start(
+        self,
+        *flags: str,
+        driver: str = "train_async.py",
+        fully_async: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> RunningRun:
         mode = ["--fully-async"] if fully_async else []
-        return self.start_as(lambda runs_dir: [*mode, *self.flags(runs_dir), *flags], driver=driver)
+        return self.start_as(
+            lambda runs_dir: [*mode, *self.flags(runs_dir), *flags], driver=driver, environment=environment
+        )
 
-    def start_as(self, flags_of: Callable[[Path], list[str]], *, driver: str = "train_async.py") -> RunningRun:
-        """Start a run with flags of its own: `flags_of(directory for the run's directory)`."""
+    def start_as(
+        self,
+        flags_of: Callable[[Path], list[str]],
+        *,
+        driver: str = "train_async.py",
+        environment: Mapping[str, str] | None = None,
+    ) -> RunningRun:
+        """Start a run with flags of its own: `flags_of(directory for the run's directory)`; `environment` adds to
+        that of the driver."""
         self._count += 1
         runs_dir = self.root / f"runs-{self._count}"
         command = [sys.executable, driver, *flags_of(runs_dir)]
-        environment = {**os.environ, "MILES_EXPERIMENTAL_ROLLOUT_REFACTOR": "1", "PYTHONPATH": str(REPOSITORY)}
+        own = {"MILES_EXPERIMENTAL_ROLLOUT_REFACTOR": "1", "PYTHONPATH": str(REPOSITORY)}
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=environment,
+            env={**os.environ, **own, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,10 +1,9 @@
 """Many epochs that are killed at random moments and resumed; see `tests/run_soak.sh`.
 
 One round is one epoch in which each kind of process is killed once, in a random order, each at a random moment. With
-`--faults` it is one run with fault tolerance, which ends by itself although its engines and their actors are killed or
-stopped FAULTS_A_ROUND times. The seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets
-one line a round, so a soak that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` shows
-what is there.
+`--faults` it is one run with fault tolerance that ends by itself although FAULTS_A_ROUND times an engine gets a fault.
+The seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets one line a round, so a soak
+that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` shows what is there.
 """
 
 from __future__ import annotations
@@ -113,18 +112,18 @@ def play_faults(seed: int, out: Path, data: Path) -> dict[str, Any]:
 
 
 def _fault_record(fault: EngineFault) -> dict[str, Any]:
-    victim = "actor" if fault.victim.endswith("-actor") else "server"
-    return {"victim": victim, "signal": fault.signum.name, "moment": fault.when.moment, "delay": fault.when.delay}
+    when = {"moment": fault.when.moment, "delay": fault.when.delay, "requests": fault.requests}
+    return {"victim": fault.part, "kind": fault.kind, **when}
 
 
 def table_of_faults(rounds: list[dict[str, Any]]) -> str:
     """Faults by kind and moment, of the rounds that passed."""
     passed = [r for r in rounds if not r["error"]]
-    count = Counter((f["victim"], f["signal"], f["moment"]) for r in passed for f in r["faults"])
+    count = Counter((f["victim"], f["kind"], f["moment"]) for r in passed for f in r["faults"])
     lines = ["| fault | " + " | ".join(MOMENTS) + " | all |", "|---|" + "---|" * (len(MOMENTS) + 1)]
-    for victim, signal_name in KINDS:
-        cells = [count[victim, signal_name, moment] for moment in MOMENTS]
-        lines.append(f"| {victim} {signal_name} | " + " | ".join(map(str, [*cells, sum(cells)])) + " |")
+    for victim, kind in KINDS:
+        cells = [count[victim, kind, moment] for moment in MOMENTS]
+        lines.append(f"| {victim} {kind} | " + " | ".join(map(str, [*cells, sum(cells)])) + " |")
     lines.append(f"{len(rounds)} runs, {len(passed)} of them with every prompt trained exactly once")
     return "\n".join(lines)
 

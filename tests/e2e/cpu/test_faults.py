@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from miles.utils.checkpoint_set import newest_readable
+from miles.utils.run_report import SUMMARY_FILE
 from miles.utils.trace import TRACE_FILE, read_trace
 from tests.e2e.cpu.engine_faults import FaultyEpoch, draw
 
@@ -27,10 +29,17 @@ pytestmark = [pytest.mark.timeout(400), getattr(pytest.mark, "stage-a-cpu")]
 SEED = 4
 FOREVER = ("--num-rollout", "100000")
 GONE_SECS = 15
-PLAN = ((("server", "SIGKILL"), "update"), (("server", "SIGSTOP"), "anytime"), (("actor", "SIGKILL"), "train"))
+PLAN = (
+    (("server", "update-death"), "anytime"),
+    (("actor", "SIGKILL"), "train"),
+    (("server", "error"), "anytime"),
+    (("server", "SIGSTOP"), "anytime"),
+    (("server", "cut"), "anytime"),
+    (("server", "silence"), "anytime"),
+)
 
 
-def test_engines_that_die_or_hang_are_replaced_and_each_prompt_is_trained_exactly_once(
+def test_engines_that_die_hang_or_fail_are_replaced_and_each_prompt_is_trained_exactly_once(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
@@ -38,9 +47,9 @@ def test_engines_that_die_or_hang_are_replaced_and_each_prompt_is_trained_exactl
     faults = [draw(rng, *plan) for plan in PLAN]
     run = epoch.play(faults)
     marks = [event["args"]["what"] for event in read_trace(run.run_dir / TRACE_FILE) if event["ph"] == "i"]
+    assert json.loads((run.run_dir / SUMMARY_FILE).read_text())["engine_restarts"] >= len(faults)
     for fault in faults:
-        engine = fault.victim.removesuffix("-actor")
-        served = f"{engine} has the current weights and serves again"
+        served = f"{fault.engine} has the current weights and serves again"
         assert served in run.output and served in marks, f"seed {SEED}, {fault}: {run.output}"
 
 

@@ -61,7 +61,9 @@ class Cluster:
         self.start_errors: list[Exception] = []
         self.registered: set[str] = set()
         self.sick: dict[str, str] = {}
+        self.refusing: dict[str, str] = {}
         self.paused: set[str] = set()
+        self.full: set[str] = set()
         self.looked_at: list[tuple[float, str]] = []
         self.unregistered = asyncio.Event()
         self.registration = asyncio.Event()
@@ -86,12 +88,18 @@ class Cluster:
         self.registered -= set(urls)
         self.unregistered.set()
 
-    async def fails_to_generate(self, url: str) -> str | None:
+    async def fails_to_generate(self, url: str, patience_secs: float) -> str | None:
         self.looked_at.append((asyncio.get_running_loop().time(), url))
         if url in self.paused:
-            await asyncio.sleep(LOOKS.timeout_secs)
+            await asyncio.sleep(patience_secs)
             return "has generated nothing"
         return self.sick.get(url)
+
+    async def fails_requests(self, url: str) -> str | None:
+        if url in self.full:
+            await asyncio.sleep(LOOKS.timeout_secs)
+            return None
+        return self.refusing.get(url)
 
     async def fails_to_answer(self, url: str) -> str | None:
         await asyncio.sleep(1.0)
@@ -165,7 +173,7 @@ async def test_an_engine_that_comes_up_during_an_update_waits_for_the_next_one()
 async def test_an_engine_that_hangs_or_fails_is_found_at_the_next_look_and_replaced() -> None:
     async with Cluster() as cluster:
         await cluster.serve()
-        cluster.sick["http://engine-1/0"] = "answers POST /generate with HTTP 500"
+        cluster.refusing["http://engine-1/0"] = "answers POST /generate with HTTP 500"
         started = asyncio.get_running_loop().time()
         await cluster.unregistered.wait()
         assert asyncio.get_running_loop().time() - started <= LOOKS.first_wait_secs + LOOKS.interval_secs
@@ -190,6 +198,34 @@ async def test_an_engine_that_an_update_has_paused_is_not_taken_for_hung() -> No
 
 
 @virtual
+async def test_an_engine_that_never_generates_is_found_though_updates_follow_each_other_fast() -> None:
+    async with Cluster() as cluster:
+        await cluster.serve()
+        cluster.paused = {"http://engine-1/0"}
+        started = asyncio.get_running_loop().time()
+        while not cluster.unregistered.is_set():
+            await asyncio.sleep(4.0)
+            engines = cluster.fleet.begin_update()
+            await asyncio.sleep(1.0)
+            await cluster.fleet.finish_update(engines)
+            assert asyncio.get_running_loop().time() - started < 1000, "it was never found"
+        silent_secs = LOOKS.first_wait_secs + LOOKS.interval_secs + LOOKS.timeout_secs
+        assert silent_secs <= asyncio.get_running_loop().time() - started <= silent_secs * 5 / 4 + 5
+        assert cluster.log[0] == "unregister http://engine-1/0" and not cluster.engine(0).killed
+
+
+@virtual
+async def test_an_engine_with_a_full_queue_is_left_alone_though_updates_interrupt_each_look() -> None:
+    async with Cluster() as cluster:
+        await cluster.serve()
+        cluster.full = {"http://engine-0/0", "http://engine-1/0"}
+        for _ in range(200):
+            await asyncio.sleep(4.0)
+            await cluster.update()
+        assert cluster.log == [] and len(cluster.looked_at) > 20
+
+
+@virtual
 async def test_an_engine_that_goes_silent_during_an_update_is_found() -> None:
     async with Cluster() as cluster:
         await cluster.serve()
@@ -208,6 +244,7 @@ async def test_an_engine_that_gives_no_answer_to_an_update_is_taken_out_before_t
         assert [ref.url for ref in cluster.fleet.begin_update()] == ["http://engine-1/0"]
         await settle()
         assert cluster.engines[0][0].killed
+        assert "engine-0: gave no answer" in str(cluster.fleet.view())
 
 
 @virtual

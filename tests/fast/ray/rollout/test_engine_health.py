@@ -67,6 +67,7 @@ def health() -> EngineHealth:
 
 async def test_an_engine_that_generates_is_well(engine: StubEngine, health: EngineHealth) -> None:
     assert await health.fails_to_generate(engine.url) is None
+    assert await health.fails_requests(engine.url) is None
     assert await health.fails_to_answer(engine.url) is None
 
 
@@ -81,20 +82,24 @@ async def test_an_engine_that_answers_health_and_never_generates_hangs(
 async def test_a_full_queue_is_no_failure(engine: StubEngine, health: EngineHealth) -> None:
     engine.statuses = {"generate": HANGS}
     assert await health.fails_to_generate(engine.url) is None
+    assert await health.fails_requests(engine.url) is None
 
 
 async def test_an_engine_that_answers_requests_with_an_error_is_sick_though_it_calls_itself_healthy(
     engine: StubEngine, health: EngineHealth
 ) -> None:
     engine.statuses = {"generate": 500}
-    assert await health.fails_to_generate(engine.url) == f"answers POST {engine.url}/generate with HTTP 500"
+    assert await health.fails_to_generate(engine.url) is None
+    assert await health.fails_requests(engine.url) == f"answers POST {engine.url}/generate with HTTP 500"
     engine.statuses = {"health_generate": 503}
     assert await health.fails_to_generate(engine.url) == f"answers GET {engine.url}/health_generate with HTTP 503"
 
 
 async def test_a_single_error_does_not_count(engine: StubEngine, health: EngineHealth) -> None:
-    engine.statuses, engine.only_once = {"generate": 500}, {"generate"}
+    engine.statuses = {"generate": 500, "health_generate": 503}
+    engine.only_once = {"generate", "health_generate"}
     assert await health.fails_to_generate(engine.url) is None
+    assert await health.fails_requests(engine.url) is None
 
 
 async def test_an_engine_without_the_endpoint_and_one_that_refuses_the_token_are_well(
@@ -102,13 +107,20 @@ async def test_an_engine_without_the_endpoint_and_one_that_refuses_the_token_are
 ) -> None:
     engine.statuses = {"health_generate": 404, "generate": 400, "model_info": 404}
     assert await health.fails_to_generate(engine.url) is None
+    assert await health.fails_requests(engine.url) is None
     assert await health.fails_to_answer(engine.url) is None
 
 
-async def test_an_engine_that_is_gone_cannot_be_reached(health: EngineHealth) -> None:
+async def test_an_engine_that_was_silent_before_a_pause_gets_what_is_left_of_the_timeout(engine: StubEngine) -> None:
+    engine.statuses = {"health_generate": HANGS}
+    assert await EngineHealth(3600.0).fails_to_generate(engine.url, 0.1) == "has generated nothing for 3600 s"
+
+
+async def test_an_engine_that_is_gone_gives_no_answer(health: EngineHealth) -> None:
     url = f"http://127.0.0.1:{find_available_port(0)}"
-    assert "cannot be reached" in (await health.fails_to_generate(url) or "")
-    assert "cannot be reached" in (await health.fails_to_answer(url) or "")
+    assert f"gives no answer to GET {url}/health_generate: " in (await health.fails_to_generate(url) or "")
+    assert f"gives no answer to POST {url}/generate: " in (await health.fails_requests(url) or "")
+    assert "gives no answer: " in (await health.fails_to_answer(url) or "")
     await close_http_client()
 
 
