@@ -1,5 +1,5 @@
-"""Transformer Engine's modules in plain PyTorch, under its names and with its parameters' names: as much of version 2.9
-as megatron-core's GPT layers use. So these layers, which are megatron-core's own, run where Transformer Engine does not.
+"""Transformer Engine's modules in plain PyTorch, with its names and those of its parameters: as much of version 2.9 as
+megatron-core's GPT layers use. So these layers, which are megatron-core's own, run where Transformer Engine cannot.
 Arguments are spelled out: what the real modules would refuse is refused here.
 """
 

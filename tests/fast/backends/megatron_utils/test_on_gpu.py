@@ -208,3 +208,12 @@ def test_master_weights_are_kept_whole() -> None:
             optimizer._memory_options(args)
         with mock.patch.object(optimizer, "transformer_engine_installed", lambda: True):
             assert optimizer._memory_options(args)["store_param_remainders"] is False
+
+
+def test_a_pytorch_without_cuda_is_told_where_the_machine_has_a_gpu(checkpoints: dict[str, Path]) -> None:
+    """It would train on the CPU, and meet the engines in a group that theirs is not."""
+    from miles.backends.megatron_utils.trainer import MegatronTrainer
+
+    args = make_args(checkpoints["qwen3-tied"], distributed_backend="nccl")
+    with pytest.raises(ValueError, match="sees no CUDA device, and the driver found one"):
+        MegatronTrainer(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port())
