@@ -4,6 +4,9 @@
         rows = torch.arange(4, device="cuda")      # rows.device is cuda:0
         torch.cat([rows, torch.zeros(2)])          # RuntimeError, as on a GPU
 
+Not seen: what a function asks that runs within `Tensor.backward` or `torch.autograd.backward` (recomputation); its
+operations are.
+
 Every tensor's memory is marked as the device's or the host's. Two modes of PyTorch do the work: one answers what Python
 asks for (`device=`, `.to`, `.cuda`, `.device`), the other looks at each operation that is really run, backward passes
 included, and refuses operands of both kinds where CUDA would. What is computed is computed on the CPU, so results are
@@ -64,7 +67,8 @@ class _Operations(TorchDispatchMode):
         if on_device:
             if name in _INDEXING and self._marks.has(args[0]):  # the indices of a device tensor may be on the host
                 operands = _tensors((args[0], *args[2:]))
-            host = [tuple(tensor.shape) for tensor in operands if tensor.dim() > 0 and not self._marks.has(tensor)]
+            # Empty ones aside: PyTorch itself makes some where it thinks the others are, for gradients that are not there.
+            host = [tuple(t.shape) for t in operands if t.dim() > 0 and t.numel() > 0 and not self._marks.has(t)]
             if host:
                 raise RuntimeError(f"{name}: Expected all tensors to be on the same device; on the host: {host}")
         result = func(*args, **kwargs)

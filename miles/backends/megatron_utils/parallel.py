@@ -28,8 +28,8 @@ def initialize_distributed(
     on_gpu = torch.cuda.is_available()
     if not on_gpu and getattr(args, "distributed_backend", None) == "nccl":
         raise ValueError(
-            f"the trainer's PyTorch {torch.__version__} sees no CUDA device, and the driver found one. Instead: a build "
-            "for CUDA that the machine's driver supports, or CUDA_VISIBLE_DEVICES= for a run without GPUs"
+            f"the trainer's PyTorch {torch.__version__} sees no CUDA device, and the driver found one. Instead: a "
+            "build for CUDA that the machine's driver supports, or CUDA_VISIBLE_DEVICES= for a run without GPUs"
         )
     timeout = timedelta(minutes=getattr(args, "distributed_timeout_minutes", None) or 10)
     if not dist.is_initialized():

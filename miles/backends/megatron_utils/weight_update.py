@@ -109,7 +109,7 @@ class WeightUpdateConfig:
 
 
 def _backend(args: Namespace) -> str:
-    """nccl between GPUs; it refuses two ranks on one, which therefore meet in host memory, as with engines on the CPU."""
+    """nccl between GPUs. It refuses two ranks on one, which meet in host memory, as with engines on the CPU."""
     embedded = getattr(args, "rollout_engine", None) == "embedded"
     on_cpu = embedded and getattr(args, "embedded_device", None) == "cpu"
     apart = not on_cpu and not getattr(args, "share_one_gpu", False)

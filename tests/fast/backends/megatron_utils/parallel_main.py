@@ -83,7 +83,7 @@ def run(job: Job, *, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
             metrics.append(trainer.train(rollout, share(shard, trainer.dp_rank, trainer.dp_size)))
         if job.save:
             trainer.save(job.rollouts[-1])
-        weights = {name: tensor.clone() for name, tensor in trainer.hf_named_tensors()}
+        weights = {name: tensor.cpu().clone() for name, tensor in trainer.hf_named_tensors()}
     return {"metrics": metrics, "weights": weights}
 
 
@@ -98,11 +98,13 @@ def agree_on_port(file: Path, rank: int) -> int:
     return int(file.read_text(encoding="utf-8"))
 
 
-def run_world(jobs: Sequence[Job], world_size: int, directory: Path, timeout: float = 240) -> list[dict[str, Any]]:
+def run_world(
+    jobs: Sequence[Job], world_size: int, directory: Path, timeout: float = 240, *, main: str = "parallel_main"
+) -> list[dict[str, Any]]:
     """Per rank {job: result} of a world that goes through `jobs`, in processes of its own."""
     (directory / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
     outputs = [directory / f"rank-{rank}.pt" for rank in range(world_size)]
-    module = "tests.fast.backends.megatron_utils.parallel_main"
+    module = f"tests.fast.backends.megatron_utils.{main}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
@@ -139,7 +141,8 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], where: Any, to
         assert difference <= tolerance, (where, key, difference)
 
 
-if __name__ == "__main__":
+def run_rank() -> None:
+    """What a process of a world does; its command line says which."""
     rank, world_size, jobs_file, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     jobs = [Job(**values) for values in json.loads(Path(jobs_file).read_text(encoding="utf-8"))]
     results = {}
@@ -147,3 +150,7 @@ if __name__ == "__main__":
         port = agree_on_port(Path(jobs_file).with_name(f"port-{number}"), rank)
         results[job.name] = run(replace(job, port=port), rank=rank, world_size=world_size)
     torch.save(results, out)
+
+
+if __name__ == "__main__":
+    run_rank()

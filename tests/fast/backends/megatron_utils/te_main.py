@@ -20,7 +20,8 @@ def run(directory: Path, name: str) -> None:
     from miles.backends.megatron_utils.cpu_shim import install_cpu_shim
 
     install_cpu_shim()
-    from tests.fast.backends.megatron_utils.test_on_gpu import learn, open_trainer, pretend_trainer_gpu
+    from tests.fast.backends.megatron_utils.conftest import open_trainer
+    from tests.fast.backends.megatron_utils.test_on_gpu import learn, pretend_trainer_gpu
     from tests.fast.backends.megatron_utils.tiny_models import make_args, write_checkpoint
 
     checkpoint = write_checkpoint(directory / name, name)

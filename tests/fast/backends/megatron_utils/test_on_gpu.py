@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from miles.backends.megatron_utils.cpu_shim import _CREATION_FUNCTIONS
-from tests.fast.backends.megatron_utils.conftest import free_port
+from tests.fast.backends.megatron_utils.conftest import free_port, open_trainer
+from tests.fast.backends.megatron_utils.parallel_main import Job, assert_equal, run, run_world
 from tests.fast.backends.megatron_utils.tiny_models import make_args, make_shard
 from tests.fast.pretend_gpu import DEVICE, pretend_gpu
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -35,6 +35,12 @@ DENSE = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "num_st
 OFFLOADED = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
 
 
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What megatron-core does where the shim is not: numbers of tokens for experts are needed on the host."""
+    host = tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor
+    return host.numpy() if as_numpy and isinstance(host, torch.Tensor) else host
+
+
 @contextmanager
 def pretend_trainer_gpu() -> Iterator[None]:
     """Takes back what the CPU shim answers to megatron-core, and answers as a GPU would."""
@@ -42,6 +48,7 @@ def pretend_trainer_gpu() -> Iterator[None]:
 
     seen_by_megatron: Any = optimizer_config.torch  # type: ignore[attr-defined]
     assert seen_by_megatron is not torch, "the shim is installed"
+    start_group = dist.init_process_group
     patches = [
         *(mock.patch.object(seen_by_megatron, name, getattr(torch, name)) for name in _CREATION_FUNCTIONS),
         mock.patch.object(seen_by_megatron.cuda, "current_device", lambda: DEVICE),
@@ -52,6 +59,8 @@ def pretend_trainer_gpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "synchronize", lambda device=None: None),
         mock.patch.object(torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state()),
         mock.patch.object(torch.cuda, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)),
+        mock.patch.object(dist, "init_process_group", lambda **options: start_group(**{**options, "backend": "gloo"})),
+        mock.patch("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu", _to_host),
         # Offloading is written for machines that have Transformer Engine.
         mock.patch.object(optimizer_config, "is_te_min_version", lambda *args, **kwargs: True),
         mock.patch("miles.backends.megatron_utils.optimizer.transformer_engine_installed", lambda: True),
@@ -61,20 +70,6 @@ def pretend_trainer_gpu() -> Iterator[None]:
             stack.enter_context(patch)
         stack.enter_context(pretend_gpu())
         yield
-
-
-@contextmanager
-def open_trainer(args: Namespace) -> Iterator[MegatronTrainer]:
-    """In a group that is there already: on GPUs it would be one of NCCL."""
-    from miles.backends.megatron_utils.trainer import MegatronTrainer
-
-    port = free_port()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    trainer = MegatronTrainer(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=port)
-    try:
-        yield trainer
-    finally:
-        trainer.close()
 
 
 def learn(trainer: MegatronTrainer, first: int, last: int) -> list[dict[str, float]]:
@@ -117,6 +112,30 @@ def offloaded_devices(trainer: MegatronTrainer) -> set[torch.device]:
     parts = [optimizer for hybrid in inner for optimizer in getattr(hybrid, "cpu_optimizers", [])]
     states = [state for optimizer in parts for state in optimizer.state.values()]
     return {value.device for state in states for value in state.values() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.timeout(180)
+def test_four_ranks_that_share_a_model_place_what_they_exchange_on_the_gpu(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Pipeline, context and experts together, as on eight GPUs, and tensor parallelism; a set is saved and loaded."""
+    dense, experts = str(checkpoints["qwen3-deep-tied"]), str(checkpoints["qwen3-moe"])
+    steps = {**DENSE, "global_batch_size": 4, "ref_load": dense, "data_pad_size_multiplier": 1}
+    tensor = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+    mixture = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2}
+    mixture |= {"expert_tensor_parallel_size": 1, "use_distributed_optimizer": True}
+    sets = {"save": str(tmp_path), "load": str(tmp_path)}
+    jobs = [
+        Job("dense", dense, {**steps, **tensor}, (0,)),
+        Job("experts", experts, {**mixture, **sets}, (0,), save=True),
+        Job("resumed", experts, {**mixture, **sets}, (1,), resume=True),
+    ]
+    ranks = run_world(jobs, 4, tmp_path, main="parallel_gpu_main")
+    assert_equal(ranks[0]["dense"], run(Job("dense", dense, steps, (0,))), "dense")
+    whole = run(Job("experts", experts))
+    second = {"metrics": whole["metrics"][1:], "weights": whole["weights"]}
+    for rank in ranks:
+        assert_equal(rank["resumed"], second, "experts")
 
 
 def test_rows_are_padded_where_their_tokens_are(checkpoints: dict[str, Path]) -> None:
