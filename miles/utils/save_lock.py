@@ -32,7 +32,7 @@ class SaveLock:
             self.release()
             raise ValueError(
                 f"--save {directory}: another run saves there ({other}). "
-                "Instead: wait for its end, or another directory"
+                f"Instead: wait for its end, or another directory. Where its machine is lost: remove {root / LOCK}"
             ) from None
         except OSError as error:  # a file system without locks: nobody is told, as nobody can be
             logger.info("--save %s cannot be locked (%s): see to it that no other run saves there", directory, error)
