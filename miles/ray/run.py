@@ -41,6 +41,7 @@ from miles.ray.weight_publisher import WeightPublisher
 from miles.utils.console import StepConsole, print_note
 from miles.utils.file_errors import named_errors
 from miles.utils.misc import should_run_periodic_action
+from miles.utils.save_lock import SaveLock
 from miles.utils.trace import TRACE_FILE, TraceWriter
 from miles.utils.tracking import Tracker, write_run_config
 
@@ -86,6 +87,7 @@ class Run:
     # -- start and end --
 
     async def __aenter__(self) -> Run:
+        self._save_lock = SaveLock(self.args.save, str(self.run_dir)) if self.args.save else None
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_run_config(self.args, self.run_dir)
         self._timeline = (self.run_dir / "timeline.jsonl").open("a", buffering=1)
@@ -203,6 +205,8 @@ class Run:
         self._trace.close()
         if hasattr(self, "_tracker"):
             self._tracker.close()
+        if self._save_lock is not None:
+            self._save_lock.release()
 
     async def _save_after_stop(self) -> None:
         """Finish the training step that is under way and save, within a few seconds."""

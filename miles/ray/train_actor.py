@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from miles.backends.sglang_utils.launch import nccl_environment
+from miles.ray.own_gpus import see_own_gpus_only
 from miles.utils.http_utils import find_available_port, get_host_info
 from miles.utils.logging_utils import redirect_output
 
@@ -23,6 +24,7 @@ class TrainActor:
 
     def __init__(self, args: Namespace, rank: int, world_size: int) -> None:
         redirect_output(Path(args.run_dir) / "logs" / f"trainer-{rank}.log")
+        see_own_gpus_only()
         for name, value in nccl_environment(args).items():
             os.environ.setdefault(name, value)
         self._args = args

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_NCCL_TIMEOUT = timedelta(hours=1)
+"""NCCL ends the whole process when an operation takes longer than this. So it is out of the way: who waits for one of
+these groups has a timeout of its own, and can blame an engine and go on."""
+
+
 def init_process_group(
     *,
     backend: str,
@@ -29,6 +34,8 @@ def init_process_group(
     store: dist.Store | None = None,
 ) -> ProcessGroup:
     """Join `group_name` as `rank` of `world_size` and return the group; waits until all ranks have joined.
+
+    With nccl only the store is waited for: its communicator is made by the first operation.
 
     `init_method` is `tcp://host:port`; rank 0 listens there, unless it brings a `store` that is served elsewhere. The
     process may or may not have a default group.
@@ -47,7 +54,7 @@ def init_process_group(
         backend,
         dist.PrefixStore(group_name, store),
         group_name=group_name,  # type: ignore[arg-type]
-        timeout=timeout,
+        timeout=_NCCL_TIMEOUT if backend == "nccl" else timeout,
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group

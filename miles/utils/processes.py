@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from miles.utils import owned_process
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Runs before the real command in the same process: asks the kernel for SIGKILL when the parent dies, and leaves at once
-# when it died already. A line of its own rather than a `preexec_fn`, which is unsafe in a process with threads.
-_DIE_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
 _POLL_SECS = 0.1
 
 
@@ -31,8 +27,9 @@ class ProcessDied(RuntimeError):
 class ChildProcess:
     """A server process that this process started and owns.
 
-    It stays in the parent's process group and dies with the *thread* that started it (Linux): start it from a thread
-    that lives as long as the child should. Standard output and error are appended to `log_path`.
+    It leads a process group of which nothing is left when it ends, whatever ends it (see `owned_process`). It dies with
+    the *thread* that started it (Linux): start it from a thread that lives as long as the child should. Standard output
+    and error are appended to `log_path`.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class ChildProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._popen = subprocess.Popen(
-                [sys.executable, "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
+                [sys.executable, "-SP", owned_process.__file__, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -101,14 +101,21 @@ class _Calls(TorchFunctionMode):
         return self._moved(result, device) if device is not None and isinstance(result, torch.Tensor) else result
 
     def _take_device(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.device | None]:
-        """The call as one for the CPU, and the device that it names; None where it names none."""
-        device = kwargs.pop("device", None)
+        """The call as one for the CPU, and the device that it names; None where it names neither CPU nor GPU."""
         if func is torch.Tensor.to and len(args) > 1:
             if isinstance(args[1], torch.Tensor):
-                return args, DEVICE if self._marks.has(args[1]) else args[1].device
+                return args, DEVICE if self._marks.has(args[1]) else None
             if isinstance(args[1], torch.device | str):
-                device, args = args[1], (args[0], torch.device("cpu"), *args[2:])
-        return args, None if device is None else torch.device(device)
+                kwargs["device"] = args[1]
+                args = (args[0], None, *args[2:])
+        if kwargs.get("device") is None:
+            return args, None
+        device = torch.device(kwargs["device"])
+        known = device.type in ("cpu", "cuda")
+        kwargs["device"] = torch.device("cpu") if known else device
+        if func is torch.Tensor.to and len(args) > 1:  # the device goes back to where it came from
+            args = (args[0], kwargs.pop("device"), *args[2:])
+        return args, device if known else None
 
     def _moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         if self._marks.has(tensor) == (device.type == "cuda"):

@@ -20,8 +20,14 @@ SELECTED = "sglang" in os.environ.get("MILES_CONTRACT_ENGINES", "").split(",")
 PYTHON = os.environ.get("MILES_SGLANG_PYTHON", sys.executable)
 """What SGLang is installed in."""
 
-# One thread: with more, the small kernels of a small model wait for each other (20 times slower).
-ENVIRONMENT = {"SGLANG_PLATFORM": "miles_cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+# One thread: with more, the small kernels of a small model wait for each other (20 times slower). Bytecode is written,
+# whatever the environment says: compiling what they import costs each of a server's three processes 11 s.
+ENVIRONMENT = {
+    "SGLANG_PLATFORM": "miles_cpu",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
+}
 
 # Without the prefix cache, which would serve entries of old weights after an in-place pause.
 SERVER_FLAGS = (

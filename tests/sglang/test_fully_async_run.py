@@ -1,25 +1,32 @@
-"""Fully asynchronous runs of three rollouts with real SGLang, sglang-router and gloo weight updates in each pause mode.
+"""Fully asynchronous runs with real SGLang, sglang-router and gloo weight updates in each pause mode.
 
-One run starts its engine itself. The others use the server of the contract tests as an external engine, which saves
-two starts of a minute each, and shows after the run what weights it was left with.
+One run starts its engines itself and loses one of them on the way, another one is killed while its engine starts. The
+others use the server of the contract tests as an external engine, which saves two starts of a minute each, and shows
+after the run what weights it was left with.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import signal
+import time
 import urllib.request
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 import torch
 
-from tests.e2e.cpu.runs import FinishedRun, Launcher
+from tests.e2e.cpu.kills import record_of
+from tests.e2e.cpu.runs import FinishedRun, Launcher, RunningRun
 from tests.fast.backends.embedded_engine.tiny import char_ids, full_forward_logprobs, hugging_face
+from tests.sglang.plugins import gate_path
 from tests.sglang.server import ENVIRONMENT, PYTHON, SELECTED, SERVER_FLAGS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.sglang.server import SglangServer
@@ -30,6 +37,14 @@ pytestmark = [
 ]
 
 RUN_SECS = 300
+GONE_SECS = 15
+GROUPS, SAMPLES = 4, 4
+STEPS = 8
+OWN_ENGINES = (
+    *("--sglang-" + word.removeprefix("--") if word.startswith("--") else word for word in SERVER_FLAGS),
+    "--sglang-python",
+    PYTHON,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +62,8 @@ def _sglang_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def run(launcher: Launcher, model: Path, *flags: str) -> FinishedRun:
-    """Three rollouts of 4 groups of 4 samples, which are as long as they may be."""
+def start(launcher: Launcher, model: Path, *flags: str) -> RunningRun:
+    """Three rollouts of 4 groups of 4 samples, which are as long as they may be, unless flags say otherwise."""
 
     def all_flags(runs_dir: Path) -> list[str]:
         options: dict[str, Any] = {
@@ -57,35 +72,45 @@ def run(launcher: Launcher, model: Path, *flags: str) -> FinishedRun:
             "--prompt-data": launcher.data / "prompts.jsonl",
             "--actor-num-gpus-per-node": 1,
             "--num-rollout": 3,
-            "--rollout-batch-size": 4,
-            "--n-samples-per-prompt": 4,
+            "--rollout-batch-size": GROUPS,
+            "--n-samples-per-prompt": SAMPLES,
             "--rollout-max-response-len": 96,
             "--async-max-concurrent-samples": 16,
             "--custom-generate-function-path": "tests.e2e.cpu.plugins.generate_long",
-            "--custom-rm-path": "tests.sglang.reward.share_of_letters",
+            "--custom-rm-path": "tests.sglang.plugins.share_of_letters",
             "--lr": 1e-3,
             "--runs-dir": runs_dir,
             "--log-sample-interval": 0,
         }
         return ["--fully-async", *(str(word) for option in options.items() for word in option), *flags]
 
-    running = launcher.start_as(all_flags)
-    running.pids()
-    running.remember_processes()
+    return launcher.start_as(all_flags)
+
+
+def end_of(running: RunningRun) -> FinishedRun:
+    """What the run has left; it must end well, and no server is part of it."""
     finished = running.finish()
     assert finished.exit_code == 0, finished.output
-    # Ray's own agents may take longer to notice the end on a busy machine.
-    assert [process for process in running.survivors(15) if _is_server(process)] == []
+    assert surviving_servers(running) == []
     return finished
+
+
+def surviving_servers(running: RunningRun) -> list[psutil.Process]:
+    """Without Ray's own agents, which may take longer to notice the end on a busy machine."""
+    return [process for process in running.survivors(GONE_SECS) if _is_server(process)]
 
 
 def _is_server(process: psutil.Process) -> bool:
     """A server, one of its children, or the router."""
+    names = ("sglang::", "sglang.launch_server", "sglang_router", "multiprocessing")
+    return any(name in command_of(process) for name in names)
+
+
+def command_of(process: psutil.Process) -> str:
     try:
-        command = " ".join(process.cmdline())
+        return " ".join(process.cmdline())
     except psutil.Error:  # it has ended meanwhile
-        return False
-    return any(name in command for name in ("sglang::", "sglang.launch_server", "sglang_router"))
+        return ""
 
 
 def check_steps(finished: FinishedRun) -> None:
@@ -98,25 +123,77 @@ def check_steps(finished: FinishedRun) -> None:
     assert steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
-def test_a_run_starts_its_own_engine_and_leaves_no_server(launcher: Launcher, contract_model: Path) -> None:
-    flags = [f"--sglang-{word[2:]}" if word.startswith("--") else word for word in SERVER_FLAGS]
-    finished = run(launcher, contract_model, *flags, "--sglang-python", PYTHON, "--pause-generation-mode", "retract")
-    check_steps(finished)
+def test_an_engine_that_loses_its_scheduler_is_replaced_and_each_prompt_is_trained_exactly_once(
+    launcher: Launcher, contract_model: Path, tmp_path: Path
+) -> None:
+    """Its HTTP process is there still: SGLang notices the death a second later, and ends."""
+    save, prompts = tmp_path / "save", launcher.data / "prompts.jsonl"
+    running = start(
+        launcher,
+        contract_model,
+        *(*OWN_ENGINES, "--rollout-num-gpus", "2", "--pause-generation-mode", "retract"),
+        # An engine that served before it had weights would have a version that is no number, which ends the run.
+        *("--use-fault-tolerance", "--max-weight-staleness", "1000", "--strict-weight-versions", "--save", str(save)),
+        *("--num-rollout", str(STEPS), "--prompt-data", f"{prompts}@[0:{STEPS * GROUPS}]"),
+        *("--data-source-path", "tests.e2e.cpu.resume_plugins.OneEpoch", "--async-data-buffer-capacity-factor", "1"),
+        *("--custom-generate-function-path", "tests.sglang.plugins.generate_long_behind_a_gate"),
+        *("--custom-megatron-before-train-step-hook-path", "tests.e2e.cpu.resume_plugins.record_forward_passes"),
+    )
+    try:
+        running.wait_for_steps(1)
+        running.remember_processes()
+        server = psutil.Process(running.pids()["engine-1"])
+        scheduler = process_named("sglang::scheduler", server)
+        wait_until(lambda: requests_at(server) > 0)
+        gate_path(save).touch()  # what begins from here on, waits until the engine is there again
+        scheduler.kill()
+        wait_until(lambda: running.pids()["engine-1"] != server.pid)
+        running.remember_processes()
+        gate_path(save).unlink()
+        finished = end_of(running)
+    except BaseException:
+        running.end()
+        raise
+    assert "engine-1 has the current weights and serves again" in finished.output
+    log = (finished.run_dir / "logs" / "engine-1.log").read_text(errors="replace")
+    assert log.split("crashed with exit code")[-1].count("POST /generate") > SAMPLES, "it serves little"
+    assert len(finished.steps()) == STEPS
+    assert finished.sum_of("rollout/engine_restarts") == 1
     assert finished.sum_of("rollout/fully_async/aborted_groups_recycled") == 0
-    log = (finished.run_dir / "logs" / "engine-0.log").read_text(errors="replace")
-    assert log.count("POST /update_weights_from_distributed") >= 4
+    assert finished.steps()[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
+    trained = [Counter(batch) for _, batch in sorted(record_of(save, finished.run_dir.name).items())]
+    assert [sorted(batch.values()) for batch in trained] == [[SAMPLES] * GROUPS] * STEPS
+    expected = [json.loads(line)["input"] for line in prompts.read_text().splitlines()[: STEPS * GROUPS]]
+    assert sorted(prompt for batch in trained for prompt in batch) == sorted(expected)
+
+
+def test_no_server_outlives_a_driver_that_is_killed_while_its_engine_starts(
+    launcher: Launcher, contract_model: Path
+) -> None:
+    """The processes that SGLang starts ask only later to die with it."""
+    running = start(launcher, contract_model, *OWN_ENGINES)
+    try:
+        wait_until(lambda: any("multiprocessing.spawn" in command_of(p) for p in running.remember_processes()))
+        running.send(signal.SIGKILL)
+        running.reap()
+        assert surviving_servers(running) == []
+    finally:
+        running.end()
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
 def test_a_run_leaves_an_external_engine_with_the_last_weights(
     launcher: Launcher, contract_model: Path, sglang_server: SglangServer, mode: str, tmp_path: Path
 ) -> None:
-    finished = run(
+    running = start(
         launcher,
         contract_model,
         *("--rollout-external", "--rollout-external-engine-addrs", f"127.0.0.1:{sglang_server.port}"),
         *("--pause-generation-mode", mode, "--save", str(tmp_path / "save"), "--save-hf", str(tmp_path / "hf")),
     )
+    running.pids()
+    running.remember_processes()
+    finished = end_of(running)
     check_steps(finished)
     assert sglang_server.process.poll() is None, "the run ended an engine that is not its own"
     assert post(sglang_server, "/model_info", None)["weight_version"] == "4"
@@ -144,6 +221,25 @@ def test_nothing_of_a_server_outlives_it(sglang_server: SglangServer) -> None:
     sglang_server.process.wait(10)
     _, alive = psutil.wait_procs(processes, timeout=15)
     assert alive == []
+
+
+def process_named(name: str, server: psutil.Process) -> psutil.Process:
+    (found,) = [process for process in server.children(recursive=True) if process.cmdline()[0] == name]
+    return found
+
+
+def requests_at(server: psutil.Process) -> int:
+    """How many requests the server is generating answers to."""
+    words = server.cmdline()
+    with urllib.request.urlopen(f"http://127.0.0.1:{words[words.index('--port') + 1]}/v1/loads", timeout=60) as answer:
+        return sum(int(load["num_running_reqs"]) for load in json.load(answer)["loads"])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + RUN_SECS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
 
 
 def post(server: SglangServer, path: str, body: Any) -> Any:

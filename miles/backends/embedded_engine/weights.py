@@ -11,6 +11,7 @@ weights stay. So does destroying a group within a bracket, which is the way out 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from miles.backends.embedded_engine.receive_buffer import MemoryPool, ReceiveBuf
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ SELECTORS = ("target", "draft", "all")
 FLATTENED_BUCKET = "flattened_bucket"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """Types that weights may arrive in, by torch's name; they are cast to the model's."""
+_POLL_SECS = 0.0005
 _ALIGNMENT = 16
 """Bytes: what kernels that load vectors ask for."""
 
@@ -128,6 +130,8 @@ class WeightReceiver:
         if self._staged is not None:
             logger.warning("Group %s is destroyed within a weight update: the update is dropped", name)
             self._staged = None
+        if self._backends.pop(name, None) == "nccl":
+            group.abort()  # else a broadcast whose sender has died would be waited for
         destroy_process_group(group)
 
     def receive(
@@ -242,9 +246,21 @@ class WeightReceiver:
         from torch.distributed import broadcast
 
         group = self._groups[group_name]
+        on_device = self._backends[group_name] == "nccl"
         works = [broadcast(buffer.memory, group_src=0, group=group, async_op=True) for buffer in buffers]
         for work in works:
+            if on_device:
+                self._wait_on_device(work)
             work.wait()
+
+    def _wait_on_device(self, work: Work) -> None:
+        """NCCL's own `wait` only puts a stream behind the broadcast: the answer to the sender would come before the
+        data, and a sender that has died would block every step of the engine."""
+        deadline = time.monotonic() + self._timeout
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nothing arrived within {self._timeout:g} s")
+            time.sleep(_POLL_SECS)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self._device, dtype=self._dtype)

@@ -153,6 +153,9 @@ class _Stream:
     def wait_stream(self, stream: _Stream) -> None:
         pass
 
+    def wait(self, stream: _Stream | None = None) -> None:
+        pass
+
     def record_event(self, event: Any = None) -> _Stream:
         return self
 

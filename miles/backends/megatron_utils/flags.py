@@ -22,7 +22,6 @@ PLUGIN_PATHS = (
 )
 NO_EFFECT = {
     "attention_softmax_in_fp32": "the attention kernel computes its softmax in fp32 anyway",
-    "attention_backend": "PyTorch's scaled_dot_product_attention chooses its kernel itself",
     "gradient_accumulation_fusion": "this kernel fusion is off already",
     "apply_rope_fusion": "this kernel fusion is off already",
     "make_vocab_size_divisible_by": "the vocabulary keeps the size of the checkpoint",
@@ -109,7 +108,12 @@ def _add_precision_flags(parser: ArgumentParser) -> None:
 def _add_memory_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("trainer memory and kernels")
     group.add_argument(
-        "--attention-backend", type=str, default=None, help="Attention kernel. None: the fastest that fits."
+        "--attention-backend",
+        type=str,
+        default=None,
+        choices=["auto", "flash", "fused", "unfused", "local"],
+        help="Attention kernel of Transformer Engine: flash is the package flash-attn, fused cuDNN's. None: the "
+        "fastest that fits. No effect without Transformer Engine, where PyTorch chooses.",
     )
     group.add_argument(
         "--recompute-granularity",
@@ -309,6 +313,12 @@ def validate(args: Namespace) -> None:
         "--optimizer-cpu-offload needs --bf16: it keeps fp32 copies of bf16 weights in CPU memory",
     )
     require(
+        not (args.use_precision_aware_optimizer and cuda_device_present())
+        or importlib.util.find_spec("transformer_engine") is not None,
+        "--use-precision-aware-optimizer and --optimizer-cpu-offload need the package transformer_engine on GPUs, "
+        "which is not installed. Instead: install it (docs/user-guide/cluster.md), or --use-distributed-optimizer",
+    )
+    require(
         args.recompute_granularity != "full" or bool(args.recompute_method and args.recompute_num_layers),
         "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
     )
@@ -341,5 +351,12 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     if offload and not cuda_device_present():
         flags = ", ".join(sorted(map(flag_name, offload)))
         yield f"no effect without a GPU, where optimizer states are in CPU memory anyway: {flags}"
+    if "attention_backend" in given and (
+        args.transformer_impl == "local" or importlib.util.find_spec("transformer_engine") is None
+    ):
+        yield (
+            "--attention-backend has no effect here because PyTorch's scaled_dot_product_attention, which is used "
+            "without Transformer Engine, chooses its kernel itself"
+        )
     if args.recompute_granularity != "full" and given & {"recompute_method", "recompute_num_layers"}:
         yield "--recompute-method and --recompute-num-layers have no effect without --recompute-granularity full"

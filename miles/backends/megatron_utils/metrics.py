@@ -18,16 +18,23 @@ _PER_SAMPLE_MEANS = ("rewards", "raw_reward")
 
 
 class Times:
-    """Seconds per named phase."""
+    """Seconds per named phase, each with the work on the GPU that it has started, and no other phase's."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
+        self._synchronize()
         start = time.perf_counter()
         yield
+        self._synchronize()
         self.seconds[name] = time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def step_means(sums: Mapping[str, float], normalizer: float, device: torch.device) -> dict[str, float]:

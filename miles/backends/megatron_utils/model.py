@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -35,6 +37,26 @@ def use_transformer_engine(args: Namespace) -> bool:
     """Transformer Engine's layers on a GPU where they are installed, unless `--transformer-impl local`."""
     wanted = getattr(args, "transformer_impl", None) != "local"
     return wanted and torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def require_working_transformer_engine() -> None:
+    """Raise ValueError where Transformer Engine is installed and megatron-core cannot use it: its layers would be
+    stand-ins that fail in obscure ways."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    if extension.HAVE_TE:
+        return
+    reason = "it has none of the modules that megatron-core looks for"
+    for module in ("transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            reason = str(error)
+            break
+    raise ValueError(
+        f"the package transformer_engine is installed, but this megatron-core cannot use it: {reason}. Instead: a "
+        "version that fits (docs/user-guide/cluster.md), or --transformer-impl local"
+    )
 
 
 def params_dtype(args: Namespace) -> torch.dtype:
@@ -64,6 +86,7 @@ def transformer_config(hf: HFModelConfig, args: Namespace, layout: ParallelLayou
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        attention_backend=_attention_backend(args),
         attention_softmax_in_fp32=True,
         variable_seq_lengths=True,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -91,6 +114,11 @@ def _recompute_fields(args: Namespace) -> dict[str, Any]:
         "recompute_method": getattr(args, "recompute_method", None),
         "recompute_num_layers": getattr(args, "recompute_num_layers", None),
     }
+
+
+def _attention_backend(args: Namespace) -> AttnBackend:
+    chosen = getattr(args, "attention_backend", None) if use_transformer_engine(args) else None
+    return AttnBackend[chosen or "auto"]
 
 
 def _parallel_fields(args: Namespace, layout: ParallelLayout) -> dict[str, Any]:
@@ -143,6 +171,7 @@ def model_spec(
     """The layers of one pipeline stage."""
     num_experts = hf.moe.num_experts if hf.moe else None
     if use_transformer_engine(args):
+        require_working_transformer_engine()
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts, moe_grouped_gemm=num_experts is not None, qk_layernorm=hf.qk_norm
         )
@@ -192,8 +221,8 @@ def _mark_shards(model: torch.nn.Module, layout: ParallelLayout) -> None:
     """Tell megatron-core which parameters are shards: it counts the others once in the gradient norm. Its layers do so
     only where they initialise their weights, which ours leave to the checkpoint.
 
-    And which are reduced over the ranks that have the same part of an expert: it asks for several expert-parallel ranks,
-    but these are other ranks than the data-parallel ones also where experts are split otherwise than the rest."""
+    And which are reduced over the ranks that have the same part of an expert: it asks for several expert-parallel
+    ranks, but these are not the data-parallel ones either where experts are split otherwise than the rest."""
     for name, parameter in model.named_parameters():
         spec = param_spec(name)
         if not spec.split.is_whole and not hasattr(parameter, "tensor_model_parallel"):

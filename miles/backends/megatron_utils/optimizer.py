@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 from dataclasses import dataclass
@@ -80,11 +81,18 @@ def _memory_options(args: Namespace) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     offload = bool(getattr(args, "optimizer_cpu_offload", False))
+    precision_aware = bool(getattr(args, "use_precision_aware_optimizer", False))
+    if precision_aware and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            "--use-precision-aware-optimizer and --optimizer-cpu-offload need the package transformer_engine"
+        )
     return {
         "optimizer_cpu_offload": offload,
         "optimizer_offload_fraction": 1.0 if offload else 0.0,
         "overlap_cpu_optimizer_d2h_h2d": bool(getattr(args, "overlap_cpu_optimizer_d2h_h2d", False)),
-        "use_precision_aware_optimizer": bool(getattr(args, "use_precision_aware_optimizer", False)),
+        "use_precision_aware_optimizer": precision_aware,
+        # Else master weights would be kept as the 16 bits that bf16 lacks, and saved as if these were numbers.
+        "store_param_remainders": False,
     }
 
 

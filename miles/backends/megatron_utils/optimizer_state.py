@@ -98,15 +98,18 @@ class OptimizedParam:
         """Take this rank's part of each field. The step counter is a tensor of its own for each parameter."""
         if self.optimized is None:
             return
+        # An offloaded optimizer's state goes straight to where it will lie: on the GPU it would not fit.
+        offloaded = isinstance(self.optimizer, HybridDeviceOptimizer)
+        device = torch.device("cpu") if offloaded else self.optimized.device
         entry: dict[str, Any] = {name: torch.tensor(value) for name, value in scalars.items()}
         for field, whole in wholes.items():
             part = whole.reshape(-1)[self.start : self.start + self.optimized.numel()].view(self.optimized.shape)
             if field == MASTER and self.holds_master:
-                entry[_MASTER_IN_STATE] = part.to(self.optimized.device, torch.float32, copy=True)
+                entry[_MASTER_IN_STATE] = part.to(device, torch.float32, copy=True)
             elif field == MASTER:
                 self.optimized.detach().copy_(part)
             else:
-                entry[field] = part.to(self.optimized.device, copy=True)
+                entry[field] = part.to(device, copy=True)
         if entry:
             self.optimizer.state[self.optimized] = entry
 

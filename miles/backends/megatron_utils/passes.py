@@ -18,6 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
+from miles.backends.megatron_utils.model import unwrap
 from miles.backends.megatron_utils.parallel import from_last_stage, is_last_stage, object_from_last_stage
 from miles.backends.training_utils.log_probs import VocabularyShard, response_log_probs
 from miles.backends.training_utils.loss import loss_from_logits, policy_loss
@@ -153,12 +154,15 @@ def _run(
 ) -> list[Any]:
     """What `on_logits` returns for each micro-batch, on the last stage; nothing on the others."""
 
+    config = get_model_config(stages[0])
     # bf16 logits are turned into fp32 some rows at a time, where they are used.
-    options = {"fp32_output": False} if get_model_config(stages[0]).bf16 else {}
+    options: dict[str, Any] = {"fp32_output": False} if config.bf16 else {}
+    balances = not forward_only and bool(config.num_moe_experts and config.moe_aux_loss_coeff)
 
     def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        output = model(*batch.model_inputs, None, packed_seq_params=batch.params, **options)
+        padding = {"padding_mask": _padding_mask(batch, model, config)} if balances else {}
+        output = model(*batch.model_inputs, None, packed_seq_params=batch.params, **options, **padding)
         return output, partial(on_logits, batch)
 
     results: list[Any] = get_forward_backward_func()(
@@ -172,6 +176,16 @@ def _run(
         collect_non_loss_data=forward_only,
     )
     return results
+
+
+def _padding_mask(batch: MicroBatch, model: torch.nn.Module, config: Any) -> torch.Tensor:
+    """What routers leave out of the load-balancing loss, so that it does not depend on how rows are padded: true for
+    padding, unlike megatron-core's docstrings say. The first stage splits it for sequence parallelism, the others do
+    not."""
+    if config.sequence_parallel and not unwrap(model).pre_process:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return batch.is_padding.chunk(ranks, dim=1)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
+    return batch.is_padding
 
 
 def _on_all_stages(

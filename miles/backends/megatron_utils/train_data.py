@@ -88,6 +88,8 @@ class MicroBatch:
     params: PackedBatchParams
     own: torch.Tensor | None
     """[T / ranks] int64: the places of this rank's tokens in the row; None: all."""
+    is_padding: torch.Tensor
+    """[1, T / ranks] bool: which of this rank's tokens belong to no sample."""
 
     @property
     def model_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,8 +124,18 @@ def micro_batch(batch: dict[str, Any], indices: Sequence[int], *, pad_multiple: 
     if padding:
         lengths.append(padding)
     context = context_shard(lengths, row.tokens.device)
+    own = None if context is None else context.positions
     params = packed_params(row.cu_seqlens, lengths, with_layout=with_layout, context=context)
-    return MicroBatch(samples, row, params, None if context is None else context.positions)
+    is_padding = _padding(row, samples["total_lengths"], lengths)
+    return MicroBatch(samples, row, params, own, is_padding if own is None else is_padding[:, own])
+
+
+def _padding(row: PackedBatch, real: Sequence[int], padded: Sequence[int]) -> torch.Tensor:
+    """[1, T] bool: the tokens behind the `real` lengths of sequences that take up `padded` ones in the row; all of a
+    last sequence that has no real length."""
+    ends = torch.tensor([*real, 0][: len(padded)], device=row.tokens.device)
+    repeats = torch.tensor(padded, device=row.tokens.device)
+    return row.position_ids >= ends.repeat_interleave(repeats, output_size=row.tokens.shape[1])
 
 
 def pad_multiple(args: Namespace, layout: ParallelLayout, *, on_gpu: bool) -> int:

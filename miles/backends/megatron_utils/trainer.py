@@ -32,6 +32,7 @@ from miles.backends.megatron_utils.hf_export import export_hf_checkpoint
 from miles.backends.megatron_utils.layout import ParallelLayout, layers_from
 from miles.backends.megatron_utils.lockstep import in_lockstep
 from miles.backends.megatron_utils.model import build_model, use_transformer_engine
+from miles.backends.megatron_utils.moe_losses import forget_moe_losses, take_moe_losses
 from miles.backends.megatron_utils.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -71,7 +72,7 @@ class MegatronTrainer:
         Raises:
             ValueError: a checkpoint or flag that cannot be used; the message names it.
         """
-        _set_threads()
+        _set_threads(args)
         self._args = args
         self._layout = ParallelLayout.from_args(args, world_size)
         self._hf = HFModelConfig.from_dir(args.hf_checkpoint)
@@ -196,7 +197,7 @@ class MegatronTrainer:
         global_batch_size = self._global_batch_size(shard, num_samples)
         steps = optimizer_steps(num_samples, global_batch_size, self.dp_size)
         reuse_forward = self._can_reuse_forward(len(steps))
-        times = metrics.Times()
+        times = metrics.Times(self._device)
         if self._reference is not None:
             with times.measure("ref_log_probs"):
                 batch["ref_log_probs"] = self._log_probs(self._reference, batch)
@@ -279,6 +280,7 @@ class MegatronTrainer:
             self._scheduler.step(1)
         return {
             **metrics.step_means(sums, scale.normalizer, self._device),
+            **take_moe_losses(self._hf.num_layers, len(micro_batches)),
             "train/grad_norm": grad_norm,
             **{f"train/lr-pg_{i}": float(lr) for i, lr in enumerate(learning_rates)},
         }
@@ -397,6 +399,7 @@ class MegatronTrainer:
         if self._updater is not None:
             self._updater.close()
             self._updater = None
+        forget_moe_losses()
         parallel.shutdown_distributed()
 
     def _gathered_weights(self) -> Iterator[Piece]:
@@ -461,7 +464,13 @@ def _in_batch_order(indices: list[list[int]], values: list[list[torch.Tensor]]) 
     return [ordered[i] for i in sorted(ordered)]
 
 
-def _set_threads() -> None:
-    """One thread on a CPU unless OMP_NUM_THREADS says otherwise: the engines need the other cores."""
+def _set_threads(args: Namespace) -> None:
+    """One thread on a CPU unless OMP_NUM_THREADS says otherwise: the engines need the other cores. With GPUs too, but
+    for an optimizer in host memory, whose steps would take minutes: it gets this rank's share of the cores, two shares
+    being left to engines and rollouts. Ray sets OMP_NUM_THREADS to 1 for its workers: 1 is not taken as the user's."""
+    given = int(os.environ.get("OMP_NUM_THREADS") or 1)
     if not torch.cuda.is_available():
-        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+        torch.set_num_threads(max(1, given))
+    elif given <= 1 and getattr(args, "optimizer_cpu_offload", False):
+        ranks = getattr(args, "actor_num_gpus_per_node", None) or 1
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks + 2)))

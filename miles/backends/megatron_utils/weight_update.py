@@ -45,7 +45,7 @@ from miles.backends.megatron_utils.wire import LARGE_BYTES, WirePacker
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from miles.backends.megatron_utils.wire import Piece, WireBucket
 
@@ -229,8 +229,6 @@ class WeightUpdater:
     def _send(self, bucket: WireBucket, version: int) -> None:
         """Announce one bucket to every engine and broadcast it; returns when all have taken it in."""
         assert self._group is not None
-        if bucket.device.type == "cuda":
-            torch.cuda.set_device(bucket.device)  # this is a thread of its own
         flattened = self._config.flattened and bucket.data is not None
         payload = {
             "names": bucket.names,
@@ -247,7 +245,11 @@ class WeightUpdater:
         tensors = [bucket.data] if flattened and bucket.data is not None else bucket.tensors()
         if self._config.backend == "gloo":
             tensors = [tensor.cpu() for tensor in tensors]  # itself where it is there already
-        group.broadcast(tensors)
+            group.broadcast(tensors)
+        else:
+            # NCCL makes its communicator in the first broadcast, which waits for every engine, here and not on the GPU:
+            # one that refuses must be heard all the same.
+            calls.append(spawn(_on_device, bucket.device, group.broadcast, tensors))
         results(calls)
         group.wait_until_sent()
 
@@ -263,6 +265,13 @@ def _next(buckets: Any) -> WireBucket | None:
     if bucket is not None and bucket.device.type == "cuda":
         torch.cuda.current_stream(bucket.device).synchronize()
     return bucket
+
+
+def _on_device(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
+    """On a thread of its own, which begins with the first GPU as its current one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return function(*args)
 
 
 def engine_checksums(engines: Sequence[EngineClient]) -> list[dict[str, str]]:

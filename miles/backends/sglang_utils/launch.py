@@ -67,4 +67,8 @@ def nccl_environment(args: Namespace) -> dict[str, str]:
     of one NCCL group that share memory in different ways hang."""
     if args.rollout_engine != "sglang":
         return {}
-    return {"NCCL_CUMEM_ENABLE": "1" if args.sglang_enable_symm_mem else "0"}
+    symmetric = bool(args.sglang_enable_symm_mem)
+    return {
+        "NCCL_CUMEM_ENABLE": str(int(symmetric)),
+        "NCCL_NVLS_ENABLE": str(int(symmetric or bool(args.sglang_enable_nccl_nvls))),
+    }

@@ -6,16 +6,25 @@ import json
 import os
 import shutil
 import subprocess
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles.utils.devices import sglang_installed
+from miles.utils.devices import cuda_device_present, sglang_installed
 from miles.utils.flag_rules import flag_name, require
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-_FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+_NCCL_PACKAGES = "nvidia-nccl-cu"
+_FIND_SGLANG = f"""
+import importlib.util, sys
+from importlib.metadata import distributions
+if importlib.util.find_spec("sglang") is None:
+    sys.exit(1)
+versions = (d.version for d in distributions() if (d.metadata["Name"] or "").startswith("{_NCCL_PACKAGES}"))
+print(next(versions, ""))
+"""
 _FIND_SECS = 60
 
 # Values that would make a server which miles cannot talk to, or cannot send weights to.
@@ -59,6 +68,19 @@ def _require_sglang(python: str | None) -> None:
     )
     said = f" ({found.stderr.strip().splitlines()[-1]})" if found.stderr.strip() else ""
     require(found.returncode == 0, f"--sglang-python {python}: it lacks the package sglang{said}")
+    theirs, own = found.stdout.strip(), nccl_version()
+    require(
+        not (cuda_device_present() and theirs and own) or theirs == own,
+        f"--sglang-python {python}: its NCCL is {theirs} and that of the trainer {own}, and NCCL refuses a group of "
+        "two versions, which a weight update is. Instead: the same version of torch in both environments, or of the "
+        "package nvidia-nccl-cu*; or --update-weight-transfer-mode disk-delta",
+    )
+
+
+def nccl_version() -> str:
+    """Of the package that torch's NCCL comes from here; empty where there is none, as beside a torch without CUDA."""
+    versions = (d.version for d in distributions() if (d.metadata["Name"] or "").startswith(_NCCL_PACKAGES))
+    return next(versions, "")
 
 
 def _require_sizes(args: Namespace) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles.backends.sglang_utils.launch import DIST_INIT_PORTS, ServerPlace, meeting_point, sglang_engine_command
+from miles.ray.own_gpus import see_own_gpus_only
 from miles.ray.rollout.engine_size import EngineSize
 from miles.ray.rollout.server_start import Launched, start_server
 from miles.utils.http_utils import find_available_port, get_host_info
@@ -34,6 +35,7 @@ class EngineActor:
         self._node_rank = node_rank
         self._log_path = Path(args.run_dir) / "logs" / f"{self.name}.log"
         redirect_output(self._log_path)
+        see_own_gpus_only()
         self._server: ChildProcess | None = None
 
     async def meeting_point(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 from typing import TYPE_CHECKING
@@ -47,5 +48,8 @@ def check_memory(args: Namespace) -> None:
     estimate = Estimate.from_args(args, shape, gpu_gib)
     if impossible := estimate.impossible():
         raise ValueError(f"this run cannot fit: {impossible}. (--no-memory-check starts it all the same)")
-    for problem in estimate.problems():
+    problems = estimate.problems()
+    if not os.environ.get("RAY_ADDRESS"):  # all trainers are on this machine
+        problems += estimate.host_problems(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for problem in problems:
         logger.warning("this run may not fit: %s. `python -m miles.tools.memory` shows the estimate", problem)

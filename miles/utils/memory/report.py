@@ -52,6 +52,21 @@ class Estimate:
             )
         return found
 
+    @property
+    def host_bytes(self) -> int:
+        """Of an offloaded optimizer, over all trainer ranks."""
+        ranks_of_a_stage = self.training.layout.world // self.training.layout.pipeline
+        return sum(rank.host for rank in self.stages) * ranks_of_a_stage
+
+    def host_problems(self, memory: int) -> list[str]:
+        """The same for the `memory`, in bytes, of one machine that has all trainer ranks."""
+        if self.host_bytes <= memory:
+            return []
+        return [
+            f"the offloaded optimizer takes {_gib(self.host_bytes)} of host memory, and this machine has "
+            f"{_gib(memory)}. Instead: --use-distributed-optimizer on more GPUs, without --optimizer-cpu-offload"
+        ]
+
     def impossible(self) -> str | None:
         """Why the run cannot fit whatever the batches are; None where it may."""
         rank = max(self.stages, key=lambda stage: stage.least)
@@ -88,6 +103,7 @@ class Estimate:
         if any(rank.host for rank in self.stages):
             hosts = "".join(f"{rank.host / GIB:>12.2f}" for rank in self.stages)
             yield f"{'host memory, GiB a rank':<28}{hosts}"
+            yield f"{'host memory, GiB in all':<28}{self.host_bytes / GIB:>12.2f}"
 
     def _engine_lines(self) -> Iterator[str]:
         engine = self.engine

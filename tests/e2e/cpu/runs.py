@@ -86,10 +86,12 @@ class RunningRun:
         pids: dict[str, int] = json.loads((self.run_dir / "processes.json").read_text())
         return pids
 
-    def remember_processes(self) -> None:
-        """Note every process of the run that is alive now, for `survivors`."""
+    def remember_processes(self) -> set[psutil.Process]:
+        """Note every process of the run that is alive now, for `survivors`, and return them."""
         driver = psutil.Process(self._process.pid)
-        self._seen |= {driver, *driver.children(recursive=True)}
+        alive = {driver, *driver.children(recursive=True)}
+        self._seen |= alive
+        return alive
 
     def survivors(self, timeout_secs: float) -> list[psutil.Process]:
         """Remembered processes that still run after at most `timeout_secs`."""

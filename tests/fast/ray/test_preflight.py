@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles.ray import preflight
+from miles.utils.save_lock import SaveLock
 
 
 def test_missing_packages_are_named_with_the_python_that_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +43,14 @@ def test_relative_paths_are_refused_where_the_run_joins_a_cluster(monkeypatch: p
     assert "--save out is a relative path" in str(error.value)
     args.runs_dir, args.save = "/shared/runs", "/shared/out"
     preflight.check_cluster_paths(args)
+
+
+def test_a_directory_that_another_run_saves_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for check in ("check_cluster_paths", "check_prompt_data", "check_memory"):
+        monkeypatch.setattr(preflight, check, lambda args: None)
+    args = Namespace(runs_dir=str(tmp_path), save=str(tmp_path / "sets"), update_weight_disk_dir=None)
+    preflight.preflight(args)
+    lock = SaveLock(args.save, "runs/first")
+    with pytest.raises(ValueError, match="another run saves there"):
+        preflight.preflight(args)
+    lock.release()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from miles.ray.rollout.rollout_manager import DataEnd, GeneratedBatch
 from miles.ray.run import Run
 from miles.ray.supervisor import RunFailed
+from miles.utils.save_lock import SaveLock
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Log:
@@ -104,3 +108,13 @@ async def test_the_end_of_the_data_is_no_batch() -> None:
     assert run._data_end is None
     assert await run.wait_for_batch(asyncio.sleep(0, DataEnd("over"))) is None  # type: ignore[arg-type]
     assert run._data_end == DataEnd("over")
+
+
+async def test_a_run_starts_nothing_where_another_one_saves(tmp_path: Path) -> None:
+    run = object.__new__(Run)
+    run.args, run.run_dir = Namespace(save=str(tmp_path / "sets")), tmp_path / "second"
+    first = SaveLock(tmp_path / "sets", "runs/first")
+    with pytest.raises(ValueError, match=r"another run saves there \(runs/first\)"):
+        await run.__aenter__()
+    assert not run.run_dir.exists()
+    first.release()

@@ -321,6 +321,16 @@ def test_devices_follow_the_machine(command_line: CommandLine, monkeypatch: pyte
         command_line.parse("--distributed-backend", "gloo")
 
 
+def test_an_optimizer_that_holds_the_master_weights_needs_transformer_engine_on_a_gpu(
+    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+):
+    flags = ("--bf16", "--optimizer-cpu-offload")
+    command_line.parse(*flags)
+    monkeypatch.setattr("miles.backends.megatron_utils.flags.cuda_device_present", lambda: True)
+    with pytest.raises(ValueError, match="--optimizer-cpu-offload need the package transformer_engine on GPUs"):
+        command_line.parse(*flags)
+
+
 def test_mistakes_end_a_driver_with_one_message_and_status_2(
     command_line: CommandLine, capsys: pytest.CaptureFixture[str]
 ):

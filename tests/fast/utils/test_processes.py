@@ -62,6 +62,19 @@ os.kill(os.getpid(), 9)
     assert not psutil.pid_exists(pid)
 
 
+async def test_nothing_of_a_child_outlives_it(tmp_path: Path) -> None:
+    """As of an SGLang that is killed while it starts: the processes that it had started know nothing of its end."""
+    code = f"import subprocess, time; print('pid', subprocess.Popen({SLEEPER!r}).pid, flush=True); time.sleep(600)"
+    child = ChildProcess("engine-0", [sys.executable, "-c", code], tmp_path / "log")
+    await wait_for_line(child.log_path, "started")
+    lines = child.log_path.read_text().splitlines()
+    grandchild = psutil.Process(int(next(line for line in lines if line.startswith("pid ")).split()[1]))
+    os.kill(child.pid, signal.SIGKILL)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, [grandchild], timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    await child.wait_died()
+
+
 async def test_a_child_is_told_from_whoever_else_answers_at_a_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]

@@ -40,6 +40,7 @@ LAYOUTS = {
     "tokens": ("data", "context-sequence", "tensor-pipeline"),
     "steps": ("tensor-pipeline", "interleaved", "context-pipeline"),
     "custom": ("tensor-pipeline",),
+    "balanced": ("sequence", "context-sequence"),
 }
 DENSE = {
     "data": {},
@@ -81,13 +82,16 @@ MOE = {
     "data": {},
     "context": {CP: 2, EP: 2, ETP: 1},
 }
+BALANCED = {**LOSS, "moe_aux_loss_coeff": 0.1, "micro_batch_size": 1}  # each micro-batch is balanced by itself
+BALANCED_LAYOUTS = ("experts", "pipeline", "tensor", "context")
 
 
 def test_every_layout_of_four_ranks_equals_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     steps = {**STEPS, "ref_load": str(checkpoints["qwen3-deep-tied"])}
-    losses = {"tied": LOSS, "untied": LOSS, "tokens": TOKENS, "steps": steps, "custom": CUSTOM}
+    losses = {"tied": LOSS, "untied": LOSS, "tokens": TOKENS, "steps": steps, "custom": CUSTOM, "balanced": BALANCED}
     models = {"tied": str(checkpoints["qwen3-deep-tied"]), "untied": str(checkpoints["qwen2-deep-untied"])}
     models |= dict.fromkeys(("tokens", "steps", "custom"), models["tied"])
+    models["balanced"] = str(checkpoints["qwen3-moe"])
     jobs = [
         Job(f"{model} {layout}", checkpoint, {**losses[model], **flags})
         for model, checkpoint in models.items()
@@ -107,7 +111,7 @@ def two_ranks(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     """Per rank {job: result}; importing megatron-core takes seconds, so one world does everything that needs two."""
     experts = str(checkpoints["qwen3-moe"])
     jobs = [Job(layout, experts, {**LOSS, **flags}) for layout, flags in MOE.items()]
-    jobs.append(Job("balanced", experts, {**LOSS, EP: 2, "moe_aux_loss_coeff": 0.1}))
+    jobs += [Job(f"balanced {layout}", experts, {**BALANCED, **MOE[layout]}) for layout in BALANCED_LAYOUTS]
     for name, checkpoint in checkpoints.items():
         for split, flags in SPLITS.items():
             sequence = SP if "moe" in name and TP in flags else {}
@@ -121,9 +125,14 @@ def test_experts_on_two_ranks_equal_one(checkpoints: dict[str, Path], two_ranks:
     for name in MOE:
         for rank, results in enumerate(two_ranks):
             assert_equal(results[name], expected, (name, rank))
+    balanced = run(Job("balanced", str(checkpoints["qwen3-moe"]), BALANCED))
+    for layout in BALANCED_LAYOUTS:
+        for rank, results in enumerate(two_ranks):
+            assert_equal(results[f"balanced {layout}"], balanced, (layout, rank))
+    assert all("train/load_balancing_loss" in metrics for metrics in balanced["metrics"])
     router = "model.layers.0.mlp.gate.weight"
-    balanced = two_ranks[0]["balanced"]["weights"][router]
-    assert (balanced - expected["weights"][router]).abs().max() > 1e-5, "the load-balancing loss moves the router"
+    difference = balanced["weights"][router] - expected["weights"][router]
+    assert difference.abs().max() > 1e-5, "the load-balancing loss moves the router"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

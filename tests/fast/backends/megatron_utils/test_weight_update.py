@@ -115,6 +115,28 @@ def updater_of(
     return build
 
 
+def test_a_refusal_is_heard_while_nccl_still_waits_for_the_engine_that_refused(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first broadcast makes the communicator, and returns only once every member takes part."""
+    updater, let_go = WeightUpdater(config(backend="nccl")), threading.Event()
+    group = UpdateGroup("g", [], object(), object())  # type: ignore[arg-type]
+
+    def broadcast(tensors: list[torch.Tensor]) -> None:
+        assert let_go.wait(5), "the refusal was not heard"
+
+    monkeypatch.setattr(group, "broadcast", broadcast)
+    updater._engines = [EngineClient(fake.url, 5.0) for fake in engines]
+    updater._group = group
+    engines[1].answers["/update_weights_from_distributed"] = [(400, '{"success": false, "message": "no"}')]
+    (bucket,) = updater._config.packer().buckets([[("a", torch.ones(3))]])
+    try:
+        with pytest.raises(WeightUpdateError, match="answered 400"):
+            updater._send(bucket, 1)
+    finally:
+        let_go.set()
+
+
 def test_the_bracket_is_opened_and_closed_in_order_on_every_engine(
     engines: list[FakeEngine], updater_of: Callable[..., Any]
 ) -> None:

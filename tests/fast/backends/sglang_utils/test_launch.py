@@ -98,6 +98,22 @@ def test_the_python_of_the_engines_can_be_another_one(command_line: CommandLine,
     assert command(parse(command_line, "--sglang-python", str(python)))[0] == str(python)
 
 
+def test_engines_with_another_nccl_than_the_trainers_are_refused_where_there_is_a_gpu(
+    command_line: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 2.28.9\n")
+    python.chmod(0o755)
+    rules = "miles.backends.sglang_utils.server_rules"
+    monkeypatch.setattr(f"{rules}.nccl_version", lambda: "2.29.3")
+    parse(command_line, "--sglang-python", str(python))  # without a GPU the group is one of gloo
+    monkeypatch.setattr(f"{rules}.cuda_device_present", lambda: True)
+    with pytest.raises(ValueError, match=r"its NCCL is 2\.28\.9 and that of the trainer 2\.29\.3"):
+        parse(command_line, "--sglang-python", str(python))
+    monkeypatch.setattr(f"{rules}.nccl_version", lambda: "2.28.9")
+    parse(command_line, "--sglang-python", str(python))
+
+
 def test_the_list_names_its_version() -> None:
     assert "tp_size" in {flag.dest for flag in server_flags()}
     from miles.backends.sglang_utils import flags
@@ -193,6 +209,10 @@ def test_what_the_model_can_read_is_known_from_its_config(command_line: CommandL
 
 
 def test_nccl_is_set_up_alike_on_both_sides_of_a_weight_update(command_line: CommandLine) -> None:
-    assert nccl_environment(parse(command_line)) == {"NCCL_CUMEM_ENABLE": "0"}
-    assert nccl_environment(parse(command_line, "--sglang-enable-symm-mem")) == {"NCCL_CUMEM_ENABLE": "1"}
+    def variables(*flags: str) -> dict[str, str]:
+        return nccl_environment(parse(command_line, *flags))
+
+    assert variables() == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert variables("--sglang-enable-symm-mem") == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}
+    assert variables("--sglang-enable-nccl-nvls") == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
     assert nccl_environment(command_line.parse()) == {}

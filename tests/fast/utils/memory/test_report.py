@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,19 @@ def test_a_run_that_cannot_fit_is_refused_and_one_that_may_not_is_warned_about(
     monkeypatch.setattr(check, "device_memory_gib", lambda: 80.0)
     with pytest.raises(ValueError, match="cannot fit"):
         checked(checkpoint)
+
+
+def test_an_offloaded_optimizer_that_the_machine_has_no_memory_for_is_warned_about(
+    checkpoint: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.os, "sysconf", {"SC_PHYS_PAGES": 1024**2, "SC_PAGE_SIZE": 4096}.__getitem__)
+    flags = {"gpu_memory_gib": 515.0, "bf16": True, "optimizer_cpu_offload": True}
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # the trainers may be on other machines
+    checked(checkpoint, **flags)
+    assert "host memory" not in caplog.text
+    monkeypatch.delenv("RAY_ADDRESS")
+    checked(checkpoint, **flags)
+    assert re.search(r"optimizer takes [4-9]\d\d\.\d GiB of host memory, and this machine has 4\.0 GiB", caplog.text)
 
 
 def test_a_model_that_the_estimate_does_not_know_is_let_through(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""One run at a time saves into a directory: a second one would take the first one's half-written sets for abandoned.
+
+The lock is the operating system's and goes with the driver, however that ends, so that the same command can go on from
+the newest set at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+
+
+class SaveLock:
+    """Held from the start until `release` or the end of this process."""
+
+    def __init__(self, directory: str | Path, owner: str) -> None:
+        """Raises ValueError where another run saves into `directory`; `owner` is what the others are told then."""
+        root = Path(directory)
+        root.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = os.read(self._descriptor, 4096).decode(errors="replace").strip()
+            self.release()
+            raise ValueError(
+                f"--save {directory}: another run saves there ({other}). "
+                "Instead: wait for its end, or another directory"
+            ) from None
+        except OSError as error:  # a file system without locks: nobody is told, as nobody can be
+            logger.info("--save %s cannot be locked (%s): see to it that no other run saves there", directory, error)
+        os.truncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{owner}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Twice is fine."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def check_nobody_saves(directory: str | Path) -> None:
+    """Raise ValueError where another run saves into `directory` now. Makes nothing."""
+    try:
+        descriptor = os.open(Path(directory) / LOCK, os.O_RDONLY)
+    except OSError:  # no run has ever saved there
+        return
+    os.close(descriptor)
+    SaveLock(directory, "a run that is about to start").release()
