@@ -283,7 +283,6 @@ def resolve(args: Namespace) -> None:
 def validate(args: Namespace) -> None:
     """Raise ValueError where the values break a rule."""
     require_positive(args, "save_interval", "distributed_timeout_minutes", "lr_decay_iters", "adam_eps")
-    require_positive(args, "recompute_num_layers")
     require_not_negative(args, "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "start_rollout_id")
     require_fraction(args, "lr_warmup_fraction", "hidden_dropout", "attention_dropout")
     for dest in ("adam_beta1", "adam_beta2"):
@@ -317,7 +316,7 @@ def validate(args: Namespace) -> None:
         "which is not installed. Instead: install it (docs/user-guide/cluster.md), or --use-distributed-optimizer",
     )
     require(
-        args.recompute_granularity != "full" or bool(args.recompute_method and args.recompute_num_layers),
+        args.recompute_granularity != "full" or (bool(args.recompute_method) and args.recompute_num_layers is not None),
         "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
     )
     _validate_checkpoints(args)
