@@ -67,7 +67,7 @@ class _Operations(TorchDispatchMode):
         if on_device:
             if name in _INDEXING and self._marks.has(args[0]):  # the indices of a device tensor may be on the host
                 operands = _tensors((args[0], *args[2:]))
-            # Empty ones aside: PyTorch itself makes some where it thinks the others are, for gradients that are not there.
+            # Empty ones aside: PyTorch itself makes some where the others really are, for gradients that are not there.
             host = [tuple(t.shape) for t in operands if t.dim() > 0 and t.numel() > 0 and not self._marks.has(t)]
             if host:
                 raise RuntimeError(f"{name}: Expected all tensors to be on the same device; on the host: {host}")

@@ -3,11 +3,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from miles.utils import process_group
 from miles.utils.checksum import tensor_checksum
 from miles.utils.http_utils import find_available_port
+from miles.utils.process_group import init_process_group
 
 MEMBER = """
 import sys, torch, torch.distributed as dist
@@ -45,3 +50,26 @@ def test_checksums_agree_exactly_where_values_shape_and_dtype_do() -> None:
     changed[0, 0] = 1e-30
     assert tensor_checksum(tensor) != tensor_checksum(changed)
     assert len(tensor_checksum(torch.ones(()))) == 16
+
+
+@pytest.mark.parametrize(("backend", "seconds"), [("gloo", 7.0), ("nccl", 3600.0)])
+def test_nccl_leaves_it_to_the_caller_to_give_up(backend: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the process of whoever waits longer, and who waits for an engine can blame it and go on."""
+    asked: list[float] = []
+
+    def make(*_: object, timeout: timedelta, **__: object) -> tuple[object, None]:
+        asked.append(timeout.total_seconds())
+        return object(), None
+
+    monkeypatch.setattr(process_group.c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(process_group.c10d._world, "pg_group_ranks", {})
+    init_process_group(
+        backend=backend,
+        init_method="tcp://127.0.0.1:1",
+        world_size=2,
+        rank=0,
+        group_name="weights",
+        timeout_secs=7.0,
+        store=dist.HashStore(),
+    )
+    assert asked == [seconds]
