@@ -3,7 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from datetime import timedelta
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from miles.utils import process_group
 from miles.utils.checksum import tensor_checksum
 from miles.utils.http_utils import find_available_port
 from miles.utils.process_group import init_process_group
+
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 MEMBER = """
 import sys, torch, torch.distributed as dist
@@ -62,7 +66,7 @@ def test_nccl_leaves_it_to_the_caller_to_give_up(backend: str, seconds: float, m
         return object(), None
 
     monkeypatch.setattr(process_group.c10d, "_new_process_group_helper", make)
-    monkeypatch.setattr(process_group.c10d._world, "pg_group_ranks", {})
+    monkeypatch.setattr(process_group.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
     init_process_group(
         backend=backend,
         init_method="tcp://127.0.0.1:1",
