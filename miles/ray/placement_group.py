@@ -134,16 +134,22 @@ def _check_room(
     gpus = sum(shape.devices for shape in shapes) if has_gpus else 0
     for resource, count in {"CPU": cpus, "GPU": gpus}.items():
         if count > total.get(resource, 0):
+            shared = ", or share the one GPU (--share-one-gpu)" if _could_share(args, total, trainers, engines) else ""
             raise ValueError(
                 f"the run needs {count:g} {resource}s ({trainers.devices:g} for training, {engines.devices:g} for "
                 f"rollout{f', {evals.devices:g} for evaluation' if evals.count else ''}"
                 f"{f', {managers} for management' if resource == 'CPU' else ''}), the Ray cluster has "
                 f"{total.get(resource, 0):g}: lower --actor-num-nodes, --actor-num-gpus-per-node, "
-                f"--rollout-num-gpus{' or --eval-num-gpus' if evals.count else ''}, or enlarge the cluster"
+                f"--rollout-num-gpus{' or --eval-num-gpus' if evals.count else ''}, or enlarge the cluster{shared}"
             )
     if has_gpus:
         largest = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
         _check_largest_node(trainers, engines, evals, largest)
+
+
+def _could_share(args: Namespace, total: dict[str, float], trainers: BundleShape, engines: BundleShape) -> bool:
+    alone = (total.get("GPU", 0), trainers.devices, engines.devices) == (1, 1, 1)
+    return alone and getattr(args, "rollout_engine", None) == "embedded"
 
 
 def _check_largest_node(trainers: BundleShape, engines: BundleShape, evals: BundleShape, largest: float) -> None:

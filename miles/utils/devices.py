@@ -18,3 +18,8 @@ def cuda_device_present() -> bool:
 def sglang_installed() -> bool:
     """Whether SGLang can be imported; it is not."""
     return importlib.util.find_spec("sglang") is not None
+
+
+def transformer_engine_installed() -> bool:
+    """Whether there is a package of Transformer Engine; it is not imported."""
+    return importlib.util.find_spec("transformer_engine") is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,13 @@ class SaveLock:
             self.release()
             raise ValueError(
                 f"--save {directory}: another run saves there ({other}). "
-                "Instead: wait for its end, or another directory"
+                f"Instead: wait for its end, or another directory. Where its machine is lost: remove {root / LOCK}"
             ) from None
         except OSError as error:  # a file system without locks: nobody is told, as nobody can be
             logger.info("--save %s cannot be locked (%s): see to it that no other run saves there", directory, error)
-        os.truncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{owner}\n".encode(), 0)
+        with suppress(OSError):  # on a full disk the lock holds all the same, without a name
+            os.truncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{owner}\n".encode(), 0)
 
     def release(self) -> None:
         """Twice is fine."""

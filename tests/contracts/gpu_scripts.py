@@ -126,8 +126,12 @@ def check(
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, has_gpus: bool) -> None:
-    """Let every module that asks what the machine has believe in SGLang, and in GPUs or not."""
-    answers = {"cuda_device_present": lambda: has_gpus, "sglang_installed": lambda: True}
+    """Let every module that asks what the machine has believe in SGLang, and in GPUs and Transformer Engine or not."""
+    answers = {
+        "cuda_device_present": lambda: has_gpus,
+        "sglang_installed": lambda: True,
+        "transformer_engine_installed": lambda: has_gpus,
+    }
     arguments.flag_modules()  # loads those that ask
     for name, module in list(sys.modules.items()):
         if name.startswith("miles.") and name != "miles.utils.memory.check":  # that one asks a real GPU for its memory

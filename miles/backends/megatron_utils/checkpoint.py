@@ -53,6 +53,8 @@ __all__ = ["POINTER", "Leg", "Progress", "TrainingState", "hf_directory", "load"
 logger = logging.getLogger(__name__)
 
 _RNG = "rng.safetensors"
+_KINDS = {"exp_avg": "adam", "momentum_buffer": "sgd"}
+"""A field of the state that tells which --optimizer has made it."""
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,15 @@ def _record(progress: Progress, state: TrainingState, scalars: Scalars) -> dict[
 
 
 def load(checkpoint: Path, state: TrainingState, *, hf: HFModelConfig, args: Namespace) -> Progress:
-    """Load this set, which `checkpoint_set.verify` has found whole, into `state`."""
+    """Load this set, which `checkpoint_set.verify` has found whole, into `state`.
+
+    Raises ValueError where it has the state of another kind of optimizer.
+    """
     record = checkpoint_set.read_record(checkpoint)
     load_hf_weights(state.stages, checkpoint, hf)
     state.optimizer.reload_model_params()
     if optimizer_files(checkpoint) and not getattr(args, "reset_optimizer_states", False):
-        _load_optimizer(checkpoint, state, record["optimizer_scalars"], hf)
+        _load_optimizer(checkpoint, state, record["optimizer_scalars"], hf, kind=getattr(args, "optimizer", "adam"))
         steps = [step for step in record["optimizer_group_steps"] if step is not None]
         for group in state.optimizer.param_groups if steps else ():
             group["step"] = max(steps)
@@ -203,9 +208,16 @@ def _step_of(group: dict[str, Any]) -> int | None:
     return int(group["step"]) if "step" in group else None
 
 
-def _load_optimizer(checkpoint: Path, state: TrainingState, scalars: Scalars, hf: HFModelConfig) -> None:
+def _load_optimizer(checkpoint: Path, state: TrainingState, scalars: Scalars, hf: HFModelConfig, *, kind: str) -> None:
     with SafetensorsReader(checkpoint, optimizer_files(checkpoint)) as reader:
         fields = sorted({key.rpartition("|")[2] for key in reader.names})
+        # Neither is there where no step was made yet.
+        saved = next((known for field, known in _KINDS.items() if field in fields), kind)
+        if saved != kind:
+            raise ValueError(
+                f"--load: {checkpoint} has the state of --optimizer {saved}, and this run has --optimizer {kind}. "
+                f"Instead: --optimizer {saved}, or --reset-optimizer-states to start optimizer and schedule anew"
+            )
         OptimizerState(state.optimizer, state.stages, hf).restore(reader.get, fields, scalars)
 
 

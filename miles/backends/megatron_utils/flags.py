@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import string
 from typing import TYPE_CHECKING
 
-from miles.utils.devices import cuda_device_present
+from miles.utils.devices import cuda_device_present, transformer_engine_installed
 from miles.utils.flag_rules import flag_name, require, require_fraction, require_not_negative, require_positive
 
 if TYPE_CHECKING:
@@ -284,7 +283,6 @@ def resolve(args: Namespace) -> None:
 def validate(args: Namespace) -> None:
     """Raise ValueError where the values break a rule."""
     require_positive(args, "save_interval", "distributed_timeout_minutes", "lr_decay_iters", "adam_eps")
-    require_positive(args, "recompute_num_layers")
     require_not_negative(args, "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "start_rollout_id")
     require_fraction(args, "lr_warmup_fraction", "hidden_dropout", "attention_dropout")
     for dest in ("adam_beta1", "adam_beta2"):
@@ -300,7 +298,7 @@ def validate(args: Namespace) -> None:
         "--lr-warmup-fraction and --lr-warmup-iters exclude each other",
     )
     require(
-        args.transformer_impl != "transformer_engine" or importlib.util.find_spec("transformer_engine") is not None,
+        args.transformer_impl != "transformer_engine" or transformer_engine_installed(),
         "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed. "
         "Instead: local",
     )
@@ -313,13 +311,12 @@ def validate(args: Namespace) -> None:
         "--optimizer-cpu-offload needs --bf16: it keeps fp32 copies of bf16 weights in CPU memory",
     )
     require(
-        not (args.use_precision_aware_optimizer and cuda_device_present())
-        or importlib.util.find_spec("transformer_engine") is not None,
+        not (args.use_precision_aware_optimizer and cuda_device_present()) or transformer_engine_installed(),
         "--use-precision-aware-optimizer and --optimizer-cpu-offload need the package transformer_engine on GPUs, "
         "which is not installed. Instead: install it (docs/user-guide/cluster.md), or --use-distributed-optimizer",
     )
     require(
-        args.recompute_granularity != "full" or bool(args.recompute_method and args.recompute_num_layers),
+        args.recompute_granularity != "full" or (bool(args.recompute_method) and args.recompute_num_layers is not None),
         "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
     )
     _validate_checkpoints(args)
@@ -351,9 +348,7 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     if offload and not cuda_device_present():
         flags = ", ".join(sorted(map(flag_name, offload)))
         yield f"no effect without a GPU, where optimizer states are in CPU memory anyway: {flags}"
-    if "attention_backend" in given and (
-        args.transformer_impl == "local" or importlib.util.find_spec("transformer_engine") is None
-    ):
+    if "attention_backend" in given and (args.transformer_impl == "local" or not transformer_engine_installed()):
         yield (
             "--attention-backend has no effect here because PyTorch's scaled_dot_product_attention, which is used "
             "without Transformer Engine, chooses its kernel itself"

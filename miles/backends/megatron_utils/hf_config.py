@@ -67,6 +67,8 @@ class HFModelConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path} holds no JSON object, but a {type(raw).__name__}")
         return parse_hf_config(raw, source=str(path))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from miles.backends.megatron_utils.attention import PackedAttention
 from miles.backends.megatron_utils.converter import Split, padded_vocab_size, param_spec
 from miles.backends.megatron_utils.norm import RMSNorm
+from miles.utils.devices import transformer_engine_installed
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def use_transformer_engine(args: Namespace) -> bool:
     """Transformer Engine's layers on a GPU where they are installed, unless `--transformer-impl local`."""
     wanted = getattr(args, "transformer_impl", None) != "local"
-    return wanted and torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return wanted and torch.cuda.is_available() and transformer_engine_installed()
 
 
 def require_working_transformer_engine() -> None:

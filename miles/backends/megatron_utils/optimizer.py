@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
+
+from miles.utils.devices import transformer_engine_installed
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -82,7 +83,7 @@ def _memory_options(args: Namespace) -> dict[str, Any]:
         return {}
     offload = bool(getattr(args, "optimizer_cpu_offload", False))
     precision_aware = bool(getattr(args, "use_precision_aware_optimizer", False))
-    if precision_aware and importlib.util.find_spec("transformer_engine") is None:
+    if precision_aware and not transformer_engine_installed():
         raise ValueError(
             "--use-precision-aware-optimizer and --optimizer-cpu-offload need the package transformer_engine"
         )

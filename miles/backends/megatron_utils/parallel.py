@@ -22,9 +22,15 @@ def initialize_distributed(
 ) -> None:
     """Join the default process group (nccl with CUDA, gloo without) and set up megatron-core's groups and seeds.
 
-    Waits until all ranks have joined; raises after `--distributed-timeout-minutes`.
+    Waits until all ranks have joined; raises after `--distributed-timeout-minutes`, and ValueError at once where a GPU
+    is expected and this PyTorch has none.
     """
     on_gpu = torch.cuda.is_available()
+    if not on_gpu and getattr(args, "distributed_backend", None) == "nccl":
+        raise ValueError(
+            f"the trainer's PyTorch {torch.__version__} sees no CUDA device, and the driver found one. Instead: a build "
+            "for CUDA that the machine's driver supports, or CUDA_VISIBLE_DEVICES= for a run without GPUs"
+        )
     timeout = timedelta(minutes=getattr(args, "distributed_timeout_minutes", None) or 10)
     if not dist.is_initialized():
         dist.init_process_group(

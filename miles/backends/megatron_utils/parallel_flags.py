@@ -109,6 +109,7 @@ def validate(args: Namespace) -> None:
     sizes = tuple(f"{size.replace('-', '_')}_parallel_size" for size, _ in _SIZES)
     require_positive(args, *sizes, "num_virtual_stages_per_pipeline_rank")
     require_positive(args, "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    require_positive(args, "recompute_num_layers")
     require_not_negative(args, "moe_aux_loss_coeff")
     require(
         not args.moe_enable_deepep or args.moe_token_dispatcher_type == "flex",

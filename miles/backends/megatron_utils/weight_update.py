@@ -111,9 +111,11 @@ class WeightUpdateConfig:
 
 
 def _backend(args: Namespace) -> str:
-    """nccl between GPUs; it refuses two ranks on one, which therefore meet in host memory."""
-    shares_device = bool(getattr(args, "share_one_gpu", False))
-    return "nccl" if torch.cuda.is_available() and not shares_device else "gloo"
+    """nccl between GPUs; it refuses two ranks on one, which therefore meet in host memory, as with engines on the CPU."""
+    embedded = getattr(args, "rollout_engine", None) == "embedded"
+    on_cpu = embedded and getattr(args, "embedded_device", None) == "cpu"
+    apart = not on_cpu and not getattr(args, "share_one_gpu", False)
+    return "nccl" if torch.cuda.is_available() and apart else "gloo"
 
 
 def _engine_dtype(args: Namespace) -> torch.dtype:

@@ -48,6 +48,8 @@ class ModelShape:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"--hf-checkpoint: {path} cannot be read: {error}") from error
+        if not isinstance(raw, dict):
+            raise ValueError(f"--hf-checkpoint: {path} holds no JSON object, but a {type(raw).__name__}")
         return ModelShape.from_config(raw, source=str(path))
 
     @staticmethod
@@ -70,7 +72,8 @@ class ModelShape:
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             max_positions=int(raw.get("max_position_embeddings") or 32768),
             experts=Experts(
-                number=_size(raw, "num_experts", source),
+                # transformers 5 writes the second name.
+                number=_size(raw, "num_experts" if "num_experts" in raw else "num_local_experts", source),
                 top_k=_size(raw, "num_experts_per_tok", source),
                 ffn=_size(raw, "moe_intermediate_size", source),
             )

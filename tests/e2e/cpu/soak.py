@@ -117,12 +117,16 @@ def _fault_record(fault: EngineFault) -> dict[str, Any]:
 
 
 def table_of_faults(rounds: list[dict[str, Any]]) -> str:
-    """Faults by kind and moment, of the rounds that passed."""
+    """Faults by kind and moment, of the rounds that passed. A fault that an engine is ordered to have begins at one of
+    its requests, and not at the moment of the order."""
     passed = [r for r in rounds if not r["error"]]
-    count = Counter((f["victim"], f["kind"], f["moment"]) for r in passed for f in r["faults"])
-    lines = ["| fault | " + " | ".join(MOMENTS) + " | all |", "|---|" + "---|" * (len(MOMENTS) + 1)]
+    columns = (*MOMENTS, "a request")
+    count = Counter(
+        (f["victim"], f["kind"], "a request" if f["requests"] else f["moment"]) for r in passed for f in r["faults"]
+    )
+    lines = ["| fault | " + " | ".join(columns) + " | all |", "|---|" + "---|" * (len(columns) + 1)]
     for victim, kind in KINDS:
-        cells = [count[victim, kind, moment] for moment in MOMENTS]
+        cells = [count[victim, kind, column] for column in columns]
         lines.append(f"| {victim} {kind} | " + " | ".join(map(str, [*cells, sum(cells)])) + " |")
     lines.append(f"{len(rounds)} runs, {len(passed)} of them with every prompt trained exactly once")
     return "\n".join(lines)

@@ -171,6 +171,16 @@ def test_what_can_never_be_placed_is_an_error_at_once(
     assert requested == []
 
 
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_one_gpu_for_two_can_be_shared_with_the_embedded_engine(cluster: dict[str, float], engine: str) -> None:
+    cluster |= {"GPU": 1}
+    flags = args(trainers=1, engines=1)
+    flags.rollout_engine = engine
+    with pytest.raises(ValueError, match="the run needs 2 GPUs") as error:
+        create_placement(flags)
+    assert ("--share-one-gpu" in str(error.value)) == (engine == "embedded")
+
+
 def test_what_others_hold_is_an_error_after_a_while(cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles.ray.placement_group.placement_group", lambda *_, **__: FakeGroup(fits=False))
     with pytest.raises(ValueError, match="no room in the Ray cluster"):

@@ -50,8 +50,8 @@ def test_batch_and_steps_follow_from_each_other(flags: list[str], batch: int, st
         (["--use-distributed-optimizer", "--optimizer", "sgd"], "--use-distributed-optimizer needs --optimizer adam"),
         (["--recompute-granularity", "full"], "needs --recompute-method and --recompute-num-layers"),
         (
-            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "-1"],
-            "--recompute-num-layers must be greater than 0, got -1",
+            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "0"],
+            "--recompute-num-layers must be greater than 0, got 0",
         ),
         (
             ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "99"],

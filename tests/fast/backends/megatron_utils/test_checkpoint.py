@@ -132,6 +132,24 @@ def test_a_set_of_the_first_format_is_read(checkpoints: dict[str, Path], trainer
     assert trainer_of(make_args(checkpoints["qwen3-tied"], load=str(tmp_path), **SCHEDULE)).load() == 1
 
 
+@pytest.mark.parametrize(("saved", "wanted"), [("sgd", "adam"), ("adam", "sgd")])
+def test_the_state_of_another_optimizer_is_refused_unless_it_is_reset(
+    saved: str, wanted: str, checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
+) -> None:
+    first = trainer_of(make_args(checkpoints["qwen3-tied"], save=str(tmp_path), optimizer=saved, **SCHEDULE))
+    first.train(0, make_shard(seed=0))
+    first.save(0)
+    flags = {**SCHEDULE, "load": str(tmp_path), "optimizer": wanted}
+    second = trainer_of(make_args(checkpoints["qwen3-tied"], **flags))
+    with pytest.raises(
+        ValueError, match=f"has the state of --optimizer {saved}, and this run has --optimizer {wanted}"
+    ):
+        second.load()
+    third = trainer_of(make_args(checkpoints["qwen3-tied"], **flags, reset_optimizer_states=True))
+    assert third.load() == 1
+    third.train(1, make_shard(seed=1))
+
+
 def test_a_set_that_is_saved_again_is_replaced(
     checkpoints: dict[str, Path], trainer_of: TrainerOf, tmp_path: Path
 ) -> None:

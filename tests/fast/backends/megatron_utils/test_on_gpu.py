@@ -54,9 +54,7 @@ def pretend_trainer_gpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)),
         # Offloading is written for machines that have Transformer Engine.
         mock.patch.object(optimizer_config, "is_te_min_version", lambda *args, **kwargs: True),
-        mock.patch("miles.backends.megatron_utils.optimizer.importlib.util.find_spec", lambda name: object()),
-        mock.patch("miles.backends.megatron_utils.model.use_transformer_engine", lambda args: False),
-        mock.patch("miles.backends.megatron_utils.trainer.use_transformer_engine", lambda args: False),
+        mock.patch("miles.backends.megatron_utils.optimizer.transformer_engine_installed", lambda: True),
     ]
     with ExitStack() as stack:
         for patch in patches:
@@ -201,7 +199,6 @@ def test_a_transformer_engine_that_megatron_core_cannot_use_is_told() -> None:
 def test_master_weights_are_kept_whole() -> None:
     """Fused Adam can keep the 16 bits that a bf16 weight lacks instead; a checkpoint would have them as numbers."""
     from argparse import Namespace
-    from importlib.machinery import ModuleSpec
 
     from miles.backends.megatron_utils import optimizer
 
@@ -209,5 +206,14 @@ def test_master_weights_are_kept_whole() -> None:
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         with pytest.raises(ValueError, match="need the package transformer_engine"):
             optimizer._memory_options(args)
-        with mock.patch("importlib.util.find_spec", lambda name: ModuleSpec(name, None)):
+        with mock.patch.object(optimizer, "transformer_engine_installed", lambda: True):
             assert optimizer._memory_options(args)["store_param_remainders"] is False
+
+
+def test_a_pytorch_without_cuda_is_told_where_the_machine_has_a_gpu(checkpoints: dict[str, Path]) -> None:
+    """It would train on the CPU, and meet the engines in a group that theirs is not."""
+    from miles.backends.megatron_utils.trainer import MegatronTrainer
+
+    args = make_args(checkpoints["qwen3-tied"], distributed_backend="nccl")
+    with pytest.raises(ValueError, match="sees no CUDA device, and the driver found one"):
+        MegatronTrainer(args, rank=0, world_size=1, master_addr="127.0.0.1", master_port=free_port())

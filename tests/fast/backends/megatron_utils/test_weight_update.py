@@ -349,3 +349,5 @@ def test_trainer_and_engine_on_one_gpu_meet_in_host_memory(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     assert WeightUpdateConfig.from_args(Namespace(share_one_gpu=shares)).backend == backend
+    on_the_cpu = Namespace(share_one_gpu=shares, rollout_engine="embedded", embedded_device="cpu")
+    assert WeightUpdateConfig.from_args(on_the_cpu).backend == "gloo"

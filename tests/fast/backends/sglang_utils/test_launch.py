@@ -143,7 +143,7 @@ def test_the_list_names_its_version() -> None:
         (["--sglang-python", "/bin/false"], "--sglang-python /bin/false: it lacks the package sglang"),
         (
             ["--check-weight-update-equal"],
-            "--check-weight-update-equal with --rollout-engine sglang: its /weights_checker gives sums of its own param",
+            "--check-weight-update-equal with --rollout-engine sglang: its /weights_checker gives sums of its own",
         ),
         (["--pause-generation-mode", "in_place"], "in_place with --rollout-engine sglang needs --sglang-disable-radix"),
         (["--rollout-external"], "--rollout-external and --rollout-external-engine-addrs belong together"),

@@ -90,6 +90,41 @@ def test_wrong_words_are_named(words: list[str], message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpu-memory-gib 0", "--gpu-memory-gib must be greater than 0, got 0"),
+        ("--gpu-memory-gib nan", "--gpu-memory-gib must be a finite number, got nan"),
+        ("--actor-num-gpus-per-node -1", "--actor-num-gpus-per-node must be greater than 0, got -1"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size must be greater than 0, got 0"),
+        ("--tensor-model-parallel-size 3", "must be a multiple of the model-parallel size (3)"),
+        ("--expert-model-parallel-size 3 --actor-num-gpus-per-node 3", "does not divide the model's 128 experts"),
+        ("--rollout-num-gpus 1 --rollout-num-gpus-per-engine 4", "does not divide into engines"),
+        ("--micro-batch-size 0", "--micro-batch-size must be greater than 0, got 0"),
+        ("--use-dynamic-batch-size", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        ("--sglang-mem-fraction-static 2", "--sglang-mem-fraction-static must be between 0 and 1, got 2"),
+    ],
+)
+def test_numbers_that_no_run_may_have_are_not_estimated(
+    words: str, message: str, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main(["--hf-checkpoint", checkpoint, *words.split()]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and not told.out
+
+
+def test_a_config_that_is_no_object_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    assert tool.main(["--hf-checkpoint", str(tmp_path)]) == 2
+    assert "holds no JSON object, but a list" in capsys.readouterr().err
+
+
+def test_the_other_name_of_the_number_of_experts_is_known() -> None:
+    config = {**QWEN3_30B_A3B}
+    config["num_local_experts"] = config.pop("num_experts")
+    assert ModelShape.from_config(config) == MOE
+
+
 def checked(checkpoint: str, **flags: Any) -> None:
     values: dict[str, Any] = {
         "hf_checkpoint": checkpoint,
