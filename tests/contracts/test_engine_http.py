@@ -519,6 +519,26 @@ def test_weights_from_disk(engine: Engine, model: Path, tmp_path: Path) -> None:
     engine.ok("/update_weights_from_disk", {"model_path": str(model), "weight_version": "default"})
 
 
+def test_sglang_sums_up_its_own_parameters_and_compares_them_with_earlier_ones_alone(
+    engine: Engine, model: Path, tmp_path: Path
+) -> None:
+    """Why --check-weight-update-equal is refused with it, and what can be done by hand instead (docs: engines)."""
+    if engine.kind != "sglang":
+        pytest.skip("the embedded engine has the checkpoint's parameters, and the trainer's sums of them")
+    before = engine.checksums()
+    assert "model.layers.0.self_attn.qkv_proj.weight" in before, "q, k and v are one parameter"
+    assert not set(before) & {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight"}
+    assert engine.call("/weights_checker", {"action": "compare"})[0] == 400, "there is no snapshot"
+    engine.ok("/weights_checker", {"action": "snapshot"})
+    status, content = engine.call("/weights_checker", {"action": "compare"})
+    assert (status, content["success"]) == (400, False), "equal, and yet it cannot say so without a GPU"
+    other = write_model(tmp_path / "other", seed=5)
+    engine.ok("/update_weights_from_disk", {"model_path": str(other), "weight_version": "9"})
+    assert engine.checksums() != before
+    engine.ok("/update_weights_from_disk", {"model_path": str(model), "weight_version": "default"})
+    assert engine.checksums() == before
+
+
 def test_generate_through_the_router(engine: Engine, tmp_path: Path) -> None:
     pytest.importorskip("sglang_router")
     port, metrics_port = free_port(), free_port()

@@ -156,10 +156,12 @@ def silent_engines(engines: Sequence[EngineClient]) -> list[EngineClient]:
     return [engine for engine, alive in zip(engines, on_all(engines, answers), strict=True) if not alive]
 
 
-def raise_blamed_on(silent: Sequence[EngineClient], error: Exception | None = None) -> NoReturn:
-    """Raise `error` so that it names the silent engines, and not one that failed because of them."""
+def raise_blamed_on(
+    silent: Sequence[EngineClient], error: Exception | None = None, question: str = "/model_info"
+) -> NoReturn:
+    """Raise `error` so that it names the engines that were silent at `question`, not those that failed behind them."""
     urls = tuple(engine.url for engine in silent)
     if isinstance(error, WeightUpdateError) and error.engine_url in urls:
         raise error.naming(urls)
     seen = f"; seen as: {error}" if error is not None else ""
-    raise WeightUpdateError(urls[0], "/model_info", None, f"no sign of life{seen}").naming(urls) from error
+    raise WeightUpdateError(urls[0], question, None, f"no sign of life{seen}").naming(urls) from error

@@ -7,6 +7,7 @@ fails at once instead of after its own timeout.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -26,12 +27,15 @@ from miles.utils.process_group import connect_store, destroy_process_group, init
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECS = 2.0
+_END_SECS = 5.0
+_LEAVE_SECS = 5.0
 _group_numbers = count()
 
 
@@ -40,9 +44,9 @@ class UpdateGroup:
 
     def __init__(self, name: str, engines: Sequence[EngineClient], store: dist.Store, group: ProcessGroup) -> None:
         self.name = name
-        self._engines = list(engines)
+        self.engines = list(engines)
         self._store: dist.Store | None = store
-        self._group = group
+        self._group: ProcessGroup | None = group
         self._broadcasts: list[Any] = []
 
     @staticmethod
@@ -94,26 +98,34 @@ class UpdateGroup:
         if not all(work.is_completed() for work in self._broadcasts):  # they mostly are once the engines have answered
             results([spawn(_wait_for, self._broadcasts)])
         _wait_for(self._broadcasts)
-        self._broadcasts = []
 
-    def leave(self, engines: Sequence[EngineClient] | None = None) -> None:
+    def leave(self, engines: Sequence[EngineClient] | None = None) -> list[EngineClient]:
         """Drop the group on both sides, and any broadcast that waits in it; `engines`: those that still answer.
 
-        Never raises for an engine that is gone, and is bounded also where one is silent. Idempotent.
+        An engine that waits in a broadcast, as SGLang's scheduler does, hears nothing until our side of the group is
+        gone; one that then still does not leave hangs.
+
+        Returns the engines that have not left in time; none where our own side cannot be dropped, since that says
+        nothing about them. Never raises for an engine that is gone, and is bounded where one is silent. Idempotent.
         """
-        if self._store is None:
-            return
-        tell_all(
-            self._engines if engines is None else engines, "/destroy_weights_update_group", {"group_name": self.name}
-        )
-        broadcasts, self._broadcasts = self._broadcasts, []
-        ended = spawn(_wait_for, broadcasts)
-        wait([ended], timeout=2.0)
+        if self._store is None or self._group is None:
+            return []
+        told = self.engines if engines is None else list(engines)
+        payload = {"group_name": self.name}
+        goodbyes = [
+            spawn(EngineClient(e.url, _LEAVE_SECS).request, "POST", "/destroy_weights_update_group", payload)
+            for e in told
+        ]
+        group, self._group, self._store = self._group, None, None
+        ended = spawn(_drain, self._broadcasts)
+        wait([ended], timeout=_END_SECS)
         if not ended.done():
             logger.warning("a broadcast still waits for an engine that is silent; its group is left behind")
-            _never_free(self._group)
-        wait([spawn(_abort_and_destroy, self._group)], timeout=5.0)
-        self._store = None
+            _never_free(group)
+        wait([spawn(_abort_and_destroy, group)], timeout=5.0)
+        del group  # with the last reference go the connections, and whoever waits at one of them gives up
+        wait(goodbyes, timeout=_LEAVE_SECS if ended.done() else _CONNECT_SECS)
+        return [e for e, goodbye in zip(told, goodbyes, strict=True) if ended.done() and not _is_answered(goodbye)]
 
 
 def _join(address: str, port: int, world_size: int, name: str, backend: str, timeout_secs: float) -> ProcessGroup:
@@ -145,8 +157,20 @@ def _never_free(group: ProcessGroup) -> None:
 
 
 def _wait_for(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
+    """Empties the list, and keeps nothing of it when it raises: each of them holds on to the group's connections."""
+    while works:
+        works.pop(0).wait()
+
+
+def _drain(works: list[Any]) -> None:
+    """Until none of them is pending; whether they have failed is of no interest."""
+    while works:
+        with contextlib.suppress(RuntimeError):
+            _wait_for(works)
+
+
+def _is_answered(call: Future[Any]) -> bool:
+    return call.done() and call.exception() is None
 
 
 def _address_towards(engine_url: str) -> str:

@@ -12,8 +12,10 @@ ready, and continue when the last one has arrived.
 What if an engine refuses, dies or hangs? A bucket is broadcast while its HTTP calls are still open, so a refusal
 arrives while the broadcast waits for a receiver that will never come. The calls are watched: the first one that fails,
 or is not answered in time, ends the update. Then every engine is asked for a sign of life: those that give none are
-named as the culprits (behind a dead engine, a healthy one may fail to receive too), else the one that refused. The
-others are told to leave the group. Their connections close, which ends the broadcast on every side. Nothing is retried.
+named as the culprits (behind a dead engine, a healthy one may fail to receive too). The others are told to leave the
+group. Their connections close, and so do the trainer's, which ends the broadcast on every side. Who does not leave then
+is a culprit as well: of an SGLang whose scheduler hangs, the process that answers HTTP may be in good health. If there
+is none of these it was the engine that refused. Nothing is retried.
 
 What is left behind by a failure: before the first bucket the weights are untouched, so the bracket is closed and the
 engines are continued. After it an engine may hold a mixture, so all of them stay paused: better silent than wrong.
@@ -138,7 +140,7 @@ class WeightUpdater:
     def __init__(self, config: WeightUpdateConfig) -> None:
         self._config = config
         self._engines: list[EngineClient] = []
-        self._group: UpdateGroup | None = None
+        self._groups: list[UpdateGroup] = []
 
     @property
     def engines(self) -> list[EngineClient]:
@@ -162,13 +164,17 @@ class WeightUpdater:
         ):  # else the others would wait in the group for an engine that never comes
             raise_blamed_on(silent)
         try:
-            self._group = UpdateGroup.form(
-                self._engines,
-                backend=config.backend,
-                ranks_per_engine=config.ranks_per_engine,
-                timeout_secs=config.timeout_secs,
-            )
+            for engines in self._parts():
+                self._groups.append(
+                    UpdateGroup.form(
+                        engines,
+                        backend=config.backend,
+                        ranks_per_engine=config.ranks_per_engine,
+                        timeout_secs=config.timeout_secs,
+                    )
+                )
         except RuntimeError as error:
+            self.close()
             if silent := silent_engines(self._engines):
                 raise_blamed_on(silent, error)
             raise
@@ -179,7 +185,7 @@ class WeightUpdater:
         Raises:
             WeightUpdateError: an engine refused or did not answer; see the module docstring for what is left behind.
         """
-        if self._group is None:
+        if not self._groups:
             raise RuntimeError("connect() to the engines before updating their weights")
         start = time.perf_counter()
         config = self._config
@@ -204,12 +210,14 @@ class WeightUpdater:
             silent = silent_engines(self._engines)
             answering = [engine for engine in self._engines if engine not in silent]
             bracket.abandon(answering)
-            if bracket.weights_touched:
-                self._leave_group(answering)
+            hung = self._leave(answering) if bracket.weights_touched else []
             if sending is not None:
                 wait([sending], timeout=2.0)  # leaving the group has ended it
-            if silent and isinstance(error, RuntimeError):  # refusals, and failures of the broadcast itself
-                raise_blamed_on(silent, error)
+            if isinstance(error, RuntimeError):  # refusals, and failures of the broadcast itself
+                if silent:
+                    raise_blamed_on(silent, error)
+                if hung:
+                    raise_blamed_on(hung, error, "/destroy_weights_update_group")
             raise
         seconds = time.perf_counter() - start
         logger.info("the engines have weight version %d after %.3f s", version, seconds)
@@ -226,39 +234,51 @@ class WeightUpdater:
 
     def close(self) -> None:
         """Leave the group and tell the engines to; never raises for an engine that is gone. Idempotent."""
-        self._leave_group(self._engines)
+        self._leave(self._engines)
 
     def _send(self, bucket: WireBucket, version: int) -> None:
         """Announce one bucket to every engine and broadcast it; returns when all have taken it in."""
-        assert self._group is not None
         flattened = self._config.flattened and bucket.data is not None
         payload = {
             "names": bucket.names,
             "dtypes": [str(place.dtype).removeprefix("torch.") for place in bucket.places],
             "shapes": [list(place.shape) for place in bucket.places],
-            "group_name": self._group.name,
             "flush_cache": False,
             "abort_all_requests": False,
             "weight_version": str(version),
             "load_format": "flattened_bucket" if flattened else None,
         }
-        group = self._group
-        calls = [spawn(engine.post, "/update_weights_from_distributed", payload) for engine in self._engines]
         tensors = [bucket.data] if flattened and bucket.data is not None else bucket.tensors()
         if self._config.backend == "gloo":
             tensors = [tensor.cpu() for tensor in tensors]  # itself where it is there already
-            group.broadcast(tensors)
-        else:
-            # NCCL makes its communicator in the first broadcast, which waits for every engine, here and not on the GPU:
-            # one that refuses must be heard all the same.
-            calls.append(spawn(_on_device, bucket.device, group.broadcast, tensors))
+        calls = []
+        for group in self._groups:
+            named = payload | {"group_name": group.name}
+            calls += [spawn(engine.post, "/update_weights_from_distributed", named) for engine in group.engines]
+            if self._config.backend == "gloo":
+                group.broadcast(tensors)
+            else:
+                # NCCL makes its communicator in the first broadcast, which waits for every engine, here and not on the
+                # GPU: one that refuses must be heard all the same.
+                calls.append(spawn(_on_device, bucket.device, group.broadcast, tensors))
         results(calls)
-        group.wait_until_sent()
+        for group in self._groups:
+            group.wait_until_sent()
 
-    def _leave_group(self, answering: Sequence[EngineClient]) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.leave(answering)
+    def _parts(self) -> list[list[EngineClient]]:
+        """The engines that share a group.
+
+        Over gloo each has its own, and what becomes of one does not reach the others: a broadcast that fails at one of
+        them leaves half a message in the others' connections, at which they would wait for ever. NCCL sends to all at
+        the price of one.
+        """
+        return [[engine] for engine in self._engines] if self._config.backend == "gloo" else [self._engines]
+
+    def _leave(self, answering: Sequence[EngineClient]) -> list[EngineClient]:
+        """Leave all groups at once; returns the engines that answer HTTP and do not leave."""
+        groups, self._groups = self._groups, []
+        left = [spawn(group.leave, [e for e in group.engines if e in answering]) for group in groups]
+        return [engine for future in left for engine in future.result()]
 
 
 def _next(buckets: Any) -> WireBucket | None:

@@ -265,8 +265,9 @@ def validate(args: Namespace) -> None:
         )
         require(
             not args.check_weight_update_equal,
-            "--check-weight-update-equal with --rollout-engine sglang: SGLang fuses tensors and sums them up in its "
-            "own way, so that its checksums are not the trainer's. Instead: drop the flag; "
+            "--check-weight-update-equal with --rollout-engine sglang: its /weights_checker gives sums of its own "
+            "parameters (fused, one part for each rank, by a kernel of its own on a GPU), which the trainer does not "
+            "have, and compares them with nothing but its own earlier ones. Instead: drop the flag; "
             "train/train_rollout_logprob_abs_diff shows whether the weights are the same",
         )
         if not args.rollout_external:

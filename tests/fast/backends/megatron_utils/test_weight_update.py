@@ -101,7 +101,7 @@ def updater_of(
         updater = WeightUpdater(config(**overrides))
         sent: list[list[str]] = []
         updater._engines = [EngineClient(fake.url, 5.0) for fake in engines]
-        updater._group = UpdateGroup("g", updater._engines, object(), object())  # type: ignore[arg-type]
+        updater._groups = [UpdateGroup("g", updater._engines, object(), object())]  # type: ignore[arg-type]
 
         def send(bucket: WireBucket, version: int) -> None:
             sent.append(bucket.names)
@@ -120,14 +120,14 @@ def test_a_refusal_is_heard_while_nccl_still_waits_for_the_engine_that_refused(
 ) -> None:
     """Its first broadcast makes the communicator, and returns only once every member takes part."""
     updater, let_go = WeightUpdater(config(backend="nccl")), threading.Event()
-    group = UpdateGroup("g", [], object(), object())  # type: ignore[arg-type]
+    updater._engines = [EngineClient(fake.url, 5.0) for fake in engines]
+    group = UpdateGroup("g", updater._engines, object(), object())  # type: ignore[arg-type]
 
     def broadcast(tensors: list[torch.Tensor]) -> None:
         assert let_go.wait(5), "the refusal was not heard"
 
     monkeypatch.setattr(group, "broadcast", broadcast)
-    updater._engines = [EngineClient(fake.url, 5.0) for fake in engines]
-    updater._group = group
+    updater._groups = [group]
     engines[1].answers["/update_weights_from_distributed"] = [(400, '{"success": false, "message": "no"}')]
     (bucket,) = updater._config.packer().buckets([[("a", torch.ones(3))]])
     try:
@@ -135,6 +135,23 @@ def test_a_refusal_is_heard_while_nccl_still_waits_for_the_engine_that_refused(
             updater._send(bucket, 1)
     finally:
         let_go.set()
+
+
+def test_an_engine_that_answers_and_does_not_leave_is_blamed_rather_than_one_that_waited_behind_it(
+    engines: list[FakeEngine], updater_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an SGLang whose scheduler hangs, in a group of all engines."""
+    updater, _ = updater_of()
+    first, second = updater.engines
+
+    def send(bucket: WireBucket, version: int) -> None:
+        raise WeightUpdateError(first.url, "/update_weights_from_distributed", None, "timed out")
+
+    monkeypatch.setattr(updater, "_send", send)
+    monkeypatch.setattr(updater._groups[0], "leave", lambda answering: [second])
+    with pytest.raises(WeightUpdateError, match=r"no sign of life; seen as: .*timed out") as error:
+        updater.update(weights(), 3)
+    assert error.value.engine_urls == (second.url,)
 
 
 def test_the_bracket_is_opened_and_closed_in_order_on_every_engine(

@@ -225,6 +225,37 @@ def test_an_engine_lost_within_a_bucket_is_named_and_the_rest_is_updated_under_t
     assert answer["meta_info"]["weight_version"] == "7" == str(trainer.weight_version)
 
 
+@pytest.mark.parametrize("fate", ["dies", "hangs"])
+def test_what_becomes_of_an_engine_within_a_bucket_does_not_reach_the_others(fate: str) -> None:
+    """Engines built like SGLang, which waits in a broadcast and hears nothing. The tensors are too large for the
+    victim's connection to take them up: in one group the other engine would wait for those that come behind."""
+    from miles.backends.megatron_utils.weight_update import WeightUpdateConfig, WeightUpdater
+
+    config = WeightUpdateConfig(
+        pause_mode="retract",
+        buffer_bytes=1024**3,
+        flattened=True,
+        ranks_per_engine=1,
+        backend="gloo",
+        timeout_secs=4.0,
+        flush_timeout_secs=4.0,
+        loose_from_bytes=1024**2,
+    )
+    weights = [[(f"weight.{index}", torch.zeros(4 * 1024**2))] for index in range(8)]
+    module = "tests.fast.backends.megatron_utils.blocking_engine_main"
+    with process(module, "PORT") as survivor, process(module, "PORT", fate) as victim:
+        updater = WeightUpdater(config)
+        updater.connect([survivor, victim])
+        with pytest.raises(WeightUpdateError) as error:
+            updater.update([list(piece) for piece in weights], version=1)
+        assert error.value.engine_urls == (victim,)
+        start = time.monotonic()
+        updater.connect([survivor])
+        updater.update([list(piece) for piece in weights], version=1)
+        assert time.monotonic() - start < 4
+        updater.close()
+
+
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_ranks_that_share_the_model_update_and_fail_together(
     engine: str, checkpoints: dict[str, Path], tmp_path: Path, layout: str

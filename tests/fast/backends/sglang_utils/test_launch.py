@@ -141,7 +141,10 @@ def test_the_list_names_its_version() -> None:
         (["--sglang-mem-fraction-statc", "1"], "unknown flag --sglang-mem-fraction-statc; did you mean --sglang-mem"),
         (["--sglang-python", "/no/such/python"], "--sglang-python /no/such/python: there is no such program"),
         (["--sglang-python", "/bin/false"], "--sglang-python /bin/false: it lacks the package sglang"),
-        (["--check-weight-update-equal"], "--check-weight-update-equal with --rollout-engine sglang"),
+        (
+            ["--check-weight-update-equal"],
+            "--check-weight-update-equal with --rollout-engine sglang: its /weights_checker gives sums of its own",
+        ),
         (["--pause-generation-mode", "in_place"], "in_place with --rollout-engine sglang needs --sglang-disable-radix"),
         (["--rollout-external"], "--rollout-external and --rollout-external-engine-addrs belong together"),
         (["--rollout-external-engine-addrs", "a:1"], "belong together"),
