@@ -30,6 +30,7 @@ def preflight(args: Namespace) -> None:
     for flag, path in (
         ("--runs-dir", args.runs_dir),
         ("--save", args.save),
+        ("--save-hf", args.save_hf and args.save_hf.format(rollout_id=0)),
         ("--update-weight-disk-dir", args.update_weight_disk_dir),
     ):
         if path is not None:

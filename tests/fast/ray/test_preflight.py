@@ -45,10 +45,22 @@ def test_relative_paths_are_refused_where_the_run_joins_a_cluster(monkeypatch: p
     preflight.check_cluster_paths(args)
 
 
+def test_an_export_that_cannot_be_written_is_told_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for check in ("check_cluster_paths", "check_prompt_data", "check_memory"):
+        monkeypatch.setattr(preflight, check, lambda args: None)
+    export = "/proc/export/{rollout_id}"
+    args = Namespace(runs_dir=str(tmp_path), save=str(tmp_path), save_hf=export, update_weight_disk_dir=None)
+    with pytest.raises(ValueError, match=r"--save-hf /proc/export/0: nothing can be written to /proc"):
+        preflight.preflight(args)
+
+
 def test_a_directory_that_another_run_saves_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for check in ("check_cluster_paths", "check_prompt_data", "check_memory"):
         monkeypatch.setattr(preflight, check, lambda args: None)
-    args = Namespace(runs_dir=str(tmp_path), save=str(tmp_path / "sets"), update_weight_disk_dir=None)
+    sets = str(tmp_path / "sets")
+    args = Namespace(runs_dir=str(tmp_path), save=sets, save_hf=None, update_weight_disk_dir=None)
     preflight.preflight(args)
     lock = SaveLock(args.save, "runs/first")
     with pytest.raises(ValueError, match="another run saves there"):
