@@ -47,6 +47,16 @@ class TestStartRay:
         assert command.argv[:2] == ["start", "--address=127.0.0.1:7000"]
         assert command.environment["MILES_HOST_IP"] == "127.0.0.1"  # the one on the route to the head
 
+    @pytest.mark.parametrize("mode", ["head", "worker"])
+    def test_a_users_token_is_shown_by_all_alike(self, mode: str, shims: Shims, tmp_path: Path) -> None:
+        """`ray start --head` would turn it on by itself, and the others would be turned away."""
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+        own = {"RAY_HEAD": "127.0.0.1", "HOME": str(tmp_path)}
+        assert shims.last_command_of(["bash", START_RAY, mode], **own).environment["RAY_AUTH_MODE"] == "token"
+        command = shims.last_command_of(["bash", START_RAY, mode], **own, RAY_AUTH_MODE="disabled")
+        assert command.environment["RAY_AUTH_MODE"] == "disabled"
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [(["worker"], "set RAY_HEAD"), (["wait", "2"], "set RAY_HEAD"), (["stop"], "head, worker or wait, not stop")],
