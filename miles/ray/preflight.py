@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from miles.rollout.prompt_data import check_prompt_data
 from miles.utils.memory.check import check_memory
-from miles.utils.save_lock import check_nobody_saves
+from miles.utils.save_lock import check_nobody_writes
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -22,7 +22,7 @@ _PACKAGES = ("ray", "torch", "megatron.core", "sglang_router", "transformers", "
 
 def preflight(args: Namespace) -> None:
     """Raise ValueError where the run could not start: packages, prompt files, memory, directories that cannot be
-    written, or that another run saves into."""
+    written, or that another run writes into."""
     check_packages()
     check_cluster_paths(args)
     check_prompt_data(args)
@@ -35,8 +35,9 @@ def preflight(args: Namespace) -> None:
     ):
         if path is not None:
             check_writable(flag, Path(path))
-    if args.save is not None:
-        check_nobody_saves(args.save)
+    for flag, directory in (("--save", args.save), ("--update-weight-disk-dir", args.update_weight_disk_dir)):
+        if directory is not None:
+            check_nobody_writes(flag, directory)
 
 
 def check_packages() -> None:
