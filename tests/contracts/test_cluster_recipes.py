@@ -147,7 +147,7 @@ class TestSlurm:
         assert parse(run["argv"][2:])[2][0] == "--save-trigger-sentinel"
 
     def test_at_the_signal_the_run_saves_first_and_is_then_stopped(self, shims: Shims) -> None:
-        """The stand-in of the run signals the script as Slurm does, saves when it is asked to, and waits for its end."""
+        """The stand-in of the run signals the script as Slurm does, saves when it is asked to, and waits."""
         order = shims.directory / "order"
         program = f"""#!/usr/bin/env bash
             case "$*" in *run_qwen3_30b*) ;; *) exit 0 ;; esac
