@@ -262,9 +262,24 @@ def idle_summary(steps: Sequence[Row]) -> dict[str, float | None]:
 
 
 def bottleneck_summary(steps: Sequence[Row]) -> str | None:
-    """The sentence about the whole run but its first step, in which everything starts; None unless fully async."""
-    diagnosis = diagnose(combined(steps[1:] if len(steps) > 1 else steps))
+    """The sentence about the whole run but its first step, in which everything starts, and the evaluation after its last
+    one, which nothing waits for; None unless fully async."""
+    counted = list(steps[1:] if len(steps) > 1 else steps)
+    if counted:
+        counted[-1] = _without_evaluation(counted[-1])
+    diagnosis = diagnose(combined(counted))
     return None if diagnosis is None else diagnosis.sentence
+
+
+def _without_evaluation(step: Row) -> Row:
+    """The metrics of a step as if it had ended before its evaluation, during which the trainer was idle."""
+    seconds, evaluation = step.get("perf/step_time") or 0.0, step.get("perf/eval_time") or 0.0
+    left = seconds - evaluation
+    if not evaluation or left <= 0:
+        return step
+    idle = f"{_PREFIX}train_idle_fraction"
+    idle_seconds = max(0.0, (step.get(idle) or 0.0) * seconds - evaluation)
+    return {**step, "perf/step_time": left, "perf/eval_time": 0.0, idle: min(1.0, idle_seconds / left)}
 
 
 def sums_by_reason(steps: Iterable[Row], pattern: re.Pattern[str]) -> dict[str, int]:

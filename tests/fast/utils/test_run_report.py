@@ -12,6 +12,7 @@ import pytest
 
 from miles.utils.run_picture import draw_idle, draw_step_time, draw_wasted, running_mean, zoom_window
 from miles.utils.run_report import (
+    bottleneck_summary,
     format_summary,
     generating,
     loop_window,
@@ -286,3 +287,18 @@ def test_the_detailed_timeline_shows_a_dozen_steps_from_the_middle() -> None:
 
 def test_running_mean_uses_what_there_is() -> None:
     assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_the_evaluation_after_the_last_step_is_not_the_runs_bottleneck() -> None:
+    """Seconds: 10 a step, of which the trainer waits 3; then 4 of evaluation, in the last step's row."""
+    prefix = "rollout/fully_async/"
+    step = {
+        "perf/step_time": 10.0,
+        "perf/train_wait_time": 3.0,
+        f"{prefix}generation_idle_fraction": 0.0,
+        f"{prefix}train_idle_fraction": 0.3,
+    }
+    last = {**step, "perf/step_time": 14.0, "perf/eval_time": 4.0, f"{prefix}train_idle_fraction": 0.5}
+    assert "the trainer waited for 30%" in (bottleneck_summary([step, last]) or "")
+    each = {**last, "perf/eval_time": 6.0}
+    assert "Evaluation is the bottleneck" in (bottleneck_summary([each] * 5) or "")
