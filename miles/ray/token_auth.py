@@ -41,7 +41,7 @@ def show_token_to_ray() -> None:
     if mode is None or os.environ.get(MODE) == mode:
         return
     os.environ[MODE] = mode
-    from ray._raylet import Config
+    from ray._raylet import Config  # type: ignore[attr-defined]  # compiled, without stubs
 
     Config.initialize("")  # Ray has read the environment when it was imported
 

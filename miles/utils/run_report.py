@@ -262,8 +262,8 @@ def idle_summary(steps: Sequence[Row]) -> dict[str, float | None]:
 
 
 def bottleneck_summary(steps: Sequence[Row]) -> str | None:
-    """The sentence about the whole run but its first step, in which everything starts, and the evaluation after its last
-    one, which nothing waits for; None unless fully async."""
+    """The sentence about the whole run; None unless fully async. Its first step, in which everything starts, does not
+    count, nor does the evaluation after its last one, which nothing waits for."""
     counted = list(steps[1:] if len(steps) > 1 else steps)
     if counted:
         counted[-1] = _without_evaluation(counted[-1])
