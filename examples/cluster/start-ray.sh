@@ -9,7 +9,8 @@
 #   RAY_PORT       port of Ray's head process (default 6379); DASHBOARD_PORT: of jobs and dashboard (default 8265)
 #   MILES_HOST_IP  address under which other nodes reach this one (default: the one on the route to RAY_HEAD)
 #   NUM_GPUS       GPUs to offer (default: all)
-#   RAY_AUTH_TOKEN with RAY_AUTH_MODE=token, the same on all nodes: who does not have it is turned away
+#   RAY_AUTH_TOKEN with RAY_AUTH_MODE=token, the same on all nodes: who does not have it is turned away. Where the user has
+#                  a token (also ~/.ray/auth_token), RAY_AUTH_MODE=token is the default; RAY_AUTH_MODE=disabled: none
 #
 # Environment variables that processes of a run need on this node only, such as NCCL_SOCKET_IFNAME, must be set here: Ray
 # hands its own environment down. Those that the whole run needs belong into the job's runtime_env.
@@ -18,6 +19,9 @@ set -euo pipefail
 mode=${1:?head, worker or wait}
 port=${RAY_PORT:-6379}
 dashboard=${DASHBOARD_PORT:-8265}
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+auth=$(python -P "$checkout/miles/ray/token_auth.py") # the driver's rule
+[ -z "$auth" ] || export RAY_AUTH_MODE="$auth"
 
 own_address() { # the local address on the route to $1
     python -c 'import socket, sys
@@ -48,19 +52,20 @@ wait)
     exec python -c 'import sys, time
 import ray
 address, wanted, limit = sys.argv[1], int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+why = ""
 while True:
     try:
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         nodes = [node for node in ray.nodes() if node["Alive"]]
-    except ConnectionError:
-        nodes = []
+    except (ConnectionError, ray.exceptions.RayError) as error:  # RayError: a wrong token, or none
+        nodes, why = [], f": {error}"
     if len(nodes) >= wanted:
         gpus = sum(node["Resources"].get("GPU", 0) for node in nodes)
         print(f"{len(nodes)} nodes with {gpus:g} GPUs")
         break
     if time.monotonic() > limit:
-        sys.exit(f"{len(nodes)} of {wanted} nodes joined {address} in time")
+        sys.exit(f"{len(nodes)} of {wanted} nodes joined {address} in time{why}")
     time.sleep(2)' "$RAY_HEAD:$port" "${2:?number of nodes}" "${WAIT_SECS:-600}"
     ;;
 *)

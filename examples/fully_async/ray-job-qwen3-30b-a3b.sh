@@ -34,6 +34,9 @@ runtime_env=$(cat <<JSON
 JSON
 )
 
+auth=$(python -P "$root/miles/ray/token_auth.py") # a token, where the user has one, as `ray start --head` wants it
+[ -z "$auth" ] || export RAY_AUTH_MODE="$auth"
+
 exec ray job submit --address="${RAY_JOBS:-http://127.0.0.1:8265}" --runtime-env-json="$runtime_env" -- \
     python "$CHECKOUT/examples/fully_async/run_qwen3_30b_a3b_fully_async.py" \
     --model "$MODEL" --data "$DATA" --out "$OUT" \

@@ -15,6 +15,7 @@ from ray._private import worker as ray_worker
 
 from miles.ray.rollout.engine_size import EngineSize
 from miles.ray.temporary import OwnedDirectory
+from miles.ray.token_auth import show_token_to_ray
 from miles.rollout.eval_flags import eval_way
 from miles.utils.arguments import check_runtime_env
 
@@ -65,6 +66,7 @@ class RayCluster:
         env_vars = {name: value for name, value in own.items() if name not in job}
         options = {"log_to_driver": False, "logging_level": logging.ERROR, "runtime_env": {"env_vars": env_vars}}
         if joins_existing:
+            show_token_to_ray()
             with _our_signal_handlers():
                 ray.init(**options)
             return

@@ -135,8 +135,8 @@ def _generation(s: Shares) -> Diagnosis:
 def _why_generation_is_slow(s: Shares) -> tuple[str, str]:
     if s.standstill >= LONG_STANDSTILL_SECS:
         return "standstill", (
-            f"the rollout's event loop stood still for {s.standstill:.1f} s; rollout_manager.log shows the function "
-            "that blocked it"
+            f"the rollout's event loop stood still for {s.standstill:.1f} s: by the function that rollout_manager.log "
+            "shows, or, where it shows none, since the machine is too busy"
         )
     if s.aborted >= NOTICEABLE:
         return "aborted", (

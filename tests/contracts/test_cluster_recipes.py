@@ -47,6 +47,16 @@ class TestStartRay:
         assert command.argv[:2] == ["start", "--address=127.0.0.1:7000"]
         assert command.environment["MILES_HOST_IP"] == "127.0.0.1"  # the one on the route to the head
 
+    @pytest.mark.parametrize("mode", ["head", "worker"])
+    def test_a_users_token_is_shown_by_all_alike(self, mode: str, shims: Shims, tmp_path: Path) -> None:
+        """`ray start --head` would turn it on by itself, and the others would be turned away."""
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+        own = {"RAY_HEAD": "127.0.0.1", "HOME": str(tmp_path)}
+        assert shims.last_command_of(["bash", START_RAY, mode], **own).environment["RAY_AUTH_MODE"] == "token"
+        command = shims.last_command_of(["bash", START_RAY, mode], **own, RAY_AUTH_MODE="disabled")
+        assert command.environment["RAY_AUTH_MODE"] == "disabled"
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [(["worker"], "set RAY_HEAD"), (["wait", "2"], "set RAY_HEAD"), (["stop"], "head, worker or wait, not stop")],
@@ -58,27 +68,37 @@ class TestStartRay:
 
 class TestSlurm:
     @pytest.fixture
-    def calls(self, shims: Shims, tmp_path: Path) -> list[dict[str, Any]]:
-        """Every call that the batch script makes, in order, on an allocation of four nodes."""
+    def calls(self, shims: Shims) -> list[dict[str, Any]]:
+        return self.calls_on(shims, nodes=4)
+
+    @staticmethod
+    def calls_on(shims: Shims, *, nodes: int, python: str | None = None, **environment: str) -> list[dict[str, Any]]:
+        """Every call that the batch script makes, in order, on an allocation of `nodes` nodes."""
         record = shims.directory / "calls.jsonl"
         for name in ("srun", "python"):
             (shims.directory / name).unlink(missing_ok=True)
             (shims.directory / name).symlink_to(shims.directory / "ray")
-        nodes = shims.directory / "scontrol"
-        nodes.write_text(f"#!/usr/bin/env bash\nprintf '%s\\n' {socket.gethostname()} node2 node3 node4\n")
+        if python is not None:
+            (shims.directory / "python").unlink()
+            (shims.directory / "python").write_text(python)
+            (shims.directory / "python").chmod(0o755)
+        hosts = shims.directory / "scontrol"
+        others = " ".join(f"node{n}" for n in range(2, nodes + 1))
+        hosts.write_text(f"#!/usr/bin/env bash\nprintf '%s\\n' {socket.gethostname()} {others}\n")
         addresses = shims.directory / "getent"
         addresses.write_text("#!/usr/bin/env bash\necho '10.0.0.1 STREAM node1'\n")
-        for shim in (nodes, addresses):
+        for shim in (hosts, addresses):
             shim.chmod(0o755)
         shims.last_command_of(
             ["bash", str(RECIPES / "slurm.sbatch"), "--seed", "7"],
             MODEL="/shared/m",
             DATA="/shared/d",
-            OUT="/shared/o",
+            OUT=str(shims.directory),
             CHECKOUT=str(ROOT),
-            SLURM_JOB_NUM_NODES="4",
-            SLURM_JOB_NODELIST="node[1-4]",
+            SLURM_JOB_NUM_NODES=str(nodes),
+            SLURM_JOB_NODELIST=f"node[1-{nodes}]",
             SLURM_JOB_ID="123456",
+            **environment,
         )
         return [json.loads(line) for line in record.read_text().splitlines()]
 
@@ -89,7 +109,7 @@ class TestSlurm:
         assert "--ntasks=3" in workers and f"--exclude={socket.gethostname()}" in workers
         (run,) = [call for call in calls if call["argv"][1].endswith("run_qwen3_30b_a3b_fully_async.py")]
         launch, _, further = parse(run["argv"][2:])
-        assert further == ["--seed", "7"]
+        assert further[-2:] == ["--seed", "7"]
         assert launch.train_nodes * launch.train_gpus_per_node + launch.rollout_gpus == 4 * 8
 
     def test_everything_shares_one_address_and_one_secret(self, calls: list[dict[str, Any]]) -> None:
@@ -98,12 +118,49 @@ class TestSlurm:
         tokens = {call["environment"]["RAY_AUTH_TOKEN"] for call in calls}
         assert len(tokens) == 1 and len(tokens.pop()) == 64
 
-    def test_it_asks_for_time_to_save(self) -> None:
+    @pytest.mark.parametrize(
+        ("nodes", "environment", "sizes"),
+        [(2, {}, (1, 8)), (3, {}, (1, 16)), (4, {}, (2, 16)), (4, {"TRAIN_NODES": "3"}, (3, 8))],
+    )
+    def test_half_of_the_nodes_train(
+        self, nodes: int, environment: dict[str, str], sizes: tuple[int, int], shims: Shims
+    ) -> None:
+        calls = self.calls_on(shims, nodes=nodes, **environment)
+        (run,) = [call for call in calls if call["argv"][1].endswith("run_qwen3_30b_a3b_fully_async.py")]
+        launch, _, _ = parse(run["argv"][2:])
+        assert (launch.train_nodes, launch.rollout_gpus) == sizes
+
+    @pytest.mark.parametrize(("nodes", "environment"), [(1, {}), (2, {"TRAIN_NODES": "2"}), (2, {"TRAIN_NODES": "0"})])
+    def test_nodes_that_leave_one_side_without_any_are_refused(
+        self, nodes: int, environment: dict[str, str], shims: Shims
+    ) -> None:
+        with pytest.raises(AssertionError, match="at least one must train and one generate"):
+            self.calls_on(shims, nodes=nodes, **environment)
+
+    def test_it_asks_for_time_to_save(self, calls: list[dict[str, Any]]) -> None:
         lines = (RECIPES / "slurm.sbatch").read_text().splitlines()
         settings = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")]
         options = dict(setting.split("=", 1) for setting in settings if "=" in setting)
-        assert options["signal"].startswith("B:TERM@") and int(options["signal"].rpartition("@")[2]) >= 60
+        assert options["signal"] == "B:USR1@900"
         assert (options["nodes"], options["gpus-per-node"], options["ntasks-per-node"]) == ("4", "8", "1")
+        (run,) = [call for call in calls if call["argv"][1].endswith("run_qwen3_30b_a3b_fully_async.py")]
+        assert parse(run["argv"][2:])[2][0] == "--save-trigger-sentinel"
+
+    def test_at_the_signal_the_run_saves_first_and_is_then_stopped(self, shims: Shims) -> None:
+        """The stand-in of the run signals the script as Slurm does, saves when it is asked to, and waits."""
+        order = shims.directory / "order"
+        program = f"""#!/usr/bin/env bash
+            case "$*" in *run_qwen3_30b*) ;; *) exit 0 ;; esac
+            trap 'echo stopped >>{order}; exit 1' TERM
+            kill -USR1 $PPID
+            until [ -e {shims.directory}/save-now-123456 ]; do sleep 0.05; done
+            echo saved >>{order}
+            rm {shims.directory}/save-now-123456
+            while :; do sleep 0.05; done
+        """
+        with pytest.raises(AssertionError):  # its status says that it was stopped
+            self.calls_on(shims, nodes=2, python=program)
+        assert order.read_text().split() == ["saved", "stopped"]
 
 
 class TestKubernetes:

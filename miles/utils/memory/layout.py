@@ -51,10 +51,9 @@ class Layout(ParallelSizes):
             raise ValueError(
                 f"--expert-model-parallel-size {self.expert} does not divide the {shape.experts.number} experts"
             )
-        if shape.heads % self.tensor:
-            raise ValueError(
-                f"--tensor-model-parallel-size {self.tensor} does not divide the {shape.heads} attention heads"
-            )
+        for what, heads in (("attention", shape.heads), ("key/value", shape.kv_heads)):
+            if heads % self.tensor:
+                raise ValueError(f"--tensor-model-parallel-size {self.tensor} does not divide the {heads} {what} heads")
         self.stage_layers(shape)
 
     @property

@@ -6,18 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles.utils.memory.engine import EngineMemory, engine_memory
+from miles.utils.memory.remedies import effective, for_engine, for_training, sentence
 from miles.utils.memory.shape import ModelShape, count_parameters
 from miles.utils.memory.training import GIB, RESERVE_BYTES, RankMemory, TrainingConfig, all_stages
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from miles.utils.memory.remedies import Remedy
 
 
 @dataclass(frozen=True)
 class Estimate:
     """See the module docstring."""
 
+    args: Namespace
     shape: ModelShape
     training: TrainingConfig
     stages: list[RankMemory]
@@ -28,7 +32,9 @@ class Estimate:
     def from_args(args: Namespace, shape: ModelShape, gpu_gib: float) -> Estimate:
         """Raises ValueError naming the flag that does not fit the model."""
         training = TrainingConfig.from_args(args, shape)
-        return Estimate(shape, training, all_stages(shape, training), engine_memory(args, shape, gpu_gib), gpu_gib)
+        return Estimate(
+            args, shape, training, all_stages(shape, training), engine_memory(args, shape, gpu_gib), gpu_gib
+        )
 
     @property
     def largest(self) -> RankMemory:
@@ -41,16 +47,33 @@ class Estimate:
         if (rank := self.largest).total > self.gpu_gib * GIB:
             found.append(
                 f"training needs about {_gib(rank.total)} on a GPU of {self.gpu_gib:g} GiB (pipeline stage "
-                f"{rank.stage}; most of it: {_largest_part(rank)}). {_remedy(rank)}"
+                f"{rank.stage}; most of it: {_largest_part(rank)}). "
+                + sentence(self.training_remedies(_part_names(rank)[0], lambda stage: stage.total))
             )
         if not self.engine.fits:
             found.append(
                 f"an engine's GPU of {self.gpu_gib:g} GiB holds {_gib(self.engine.weights)} of weights and then "
-                f"{self.engine.kv_tokens} tokens of KV cache, but one sample may have {self.engine.longest}. Instead: "
-                "more GPUs for an engine (--rollout-num-gpus-per-engine), a larger --sglang-mem-fraction-static, or "
-                "shorter samples (--rollout-max-context-len)"
+                f"{self.engine.kv_tokens} tokens of KV cache, but one sample may have {self.engine.longest}. "
+                + sentence(self.engine_remedies())
             )
         return found
+
+    def training_remedies(self, part: str, measure: Callable[[RankMemory], float]) -> list[Remedy]:
+        """What makes the largest `measure` of a stage smaller, where `part` of it is the largest."""
+
+        def largest(args: Namespace) -> float:
+            return max(map(measure, all_stages(self.shape, TrainingConfig.from_args(args, self.shape))))
+
+        return effective(for_training(self.args, self.shape, part), self.args, largest)
+
+    def engine_remedies(self) -> list[Remedy]:
+        """What makes smaller what an engine lacks for one sample."""
+
+        def missing(args: Namespace) -> float:
+            engine = engine_memory(args, self.shape, self.gpu_gib)
+            return engine.longest * engine.kv_bytes_per_token - engine.kv_bytes
+
+        return effective(for_engine(self.args, self.shape), self.args, missing)
 
     @property
     def host_bytes(self) -> int:
@@ -62,9 +85,10 @@ class Estimate:
         """The same for the `memory`, in bytes, of one machine that has all trainer ranks."""
         if self.host_bytes <= memory:
             return []
+        spread = "" if self.training.distributed_optimizer else "--use-distributed-optimizer on "
         return [
             f"the offloaded optimizer takes {_gib(self.host_bytes)} of host memory, and this machine has "
-            f"{_gib(memory)}. Instead: --use-distributed-optimizer on more GPUs, without --optimizer-cpu-offload"
+            f"{_gib(memory)}. Instead: {spread}more GPUs, without --optimizer-cpu-offload"
         ]
 
     def impossible(self) -> str | None:
@@ -74,7 +98,8 @@ class Estimate:
             return None
         return (
             f"weights, gradients and optimizer states alone take {_gib(rank.least)} on a GPU of {self.gpu_gib:g} GiB "
-            f"(pipeline stage {rank.stage}; most of it: {_largest_part(rank)}). {_remedy(rank)}"
+            f"(pipeline stage {rank.stage}; most of it: {_largest_part(rank)}). "
+            + sentence(self.training_remedies(_part_names(rank, _LASTING)[0], lambda stage: stage.least))
         )
 
     def table(self) -> str:
@@ -118,27 +143,22 @@ class Estimate:
 
 
 _PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "logits", "update")
+_LASTING = ("weights", "gradients", "optimizer", "reference")
+"""What is there whatever the batches are."""
 
 
 def _part(rank: RankMemory, name: str) -> float:
     return float(getattr(rank, name))
 
 
+def _part_names(rank: RankMemory, among: tuple[str, ...] = _PARTS) -> list[str]:
+    """The largest one first."""
+    return sorted(among, key=lambda name: -_part(rank, name))
+
+
 def _largest_part(rank: RankMemory) -> str:
-    name = max(_PARTS, key=lambda part: _part(rank, part))
+    name = _part_names(rank)[0]
     return f"{name}, {_gib(_part(rank, name))}"
-
-
-def _remedy(rank: RankMemory) -> str:
-    largest = max(_PARTS, key=lambda part: _part(rank, part))
-    split = "more GPUs for the model (--tensor-, --pipeline- or --expert-model-parallel-size)"
-    return {
-        "optimizer": f"Instead: --optimizer-cpu-offload, --use-distributed-optimizer, or {split}",
-        "activations": "Instead: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, a "
-        "smaller --max-tokens-per-gpu, or --context-parallel-size",
-        "logits": "Instead: a smaller --max-tokens-per-gpu, --context-parallel-size or --tensor-model-parallel-size",
-        "update": "Instead: a smaller --update-weight-buffer-size",
-    }.get(largest, f"Instead: {split}")
 
 
 def _gib(value: float) -> str:

@@ -33,6 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("RAY_ADDRESS", "MILES_HOST_IP", "RAY_AUTH_TOKEN", cluster._JOB_CONFIG_ENV, VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # whatever token the user has
     return options
 
 
@@ -96,3 +97,14 @@ def test_a_ray_job_may_have_no_variables_at_all(
     monkeypatch.setenv(cluster._JOB_CONFIG_ENV, '{"runtime_env": null, "metadata": {}}')
     cluster.RayCluster(args).connect()
     assert started["runtime_env"] == {"env_vars": {VARIABLE: "1"}}
+
+
+def test_who_joins_follows_the_rule_of_tokens_before_it_connects(
+    args: Namespace, started: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv(VARIABLE, "1")
+    seen: list[bool] = []
+    monkeypatch.setattr(cluster, "show_token_to_ray", lambda: seen.append(bool(started)))
+    cluster.RayCluster(args).connect()
+    assert seen == [False] and started

@@ -37,7 +37,7 @@ TABLE = [
     # side, cause, metrics, words of the sentence
     ("generation", "engines", SLOW_GENERATION, ["waited for 40%", "--async-max-concurrent-samples", "add engines"]),
     ("generation", "not full", {**SLOW_GENERATION, "in_flight_samples": 8}, ["less than half", "held back"]),
-    ("generation", "standstill", {**SLOW_GENERATION, "event_loop_lag_max_seconds": 2.5}, ["2.5 s", "blocked"]),
+    ("generation", "standstill", {**SLOW_GENERATION, "event_loop_lag_max_seconds": 2.5}, ["2.5 s", "shows none"]),
     ("generation", "aborted", {**SLOW_GENERATION, "groups_recycled_aborted": 20}, ["20%", "aborted"]),
     ("generation", "filtered", {**SLOW_GENERATION, "groups_dropped_filtered": 60}, ["60%", "filter"]),
     ("generation", "engines", {**SLOW_GENERATION, "groups_dropped_filtered": 40}, ["add engines"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,60 @@ def test_an_engine_without_room_for_one_sample_is_told() -> None:
     assert "--rollout-num-gpus-per-engine" in problems[1]
 
 
+SEARCH = {
+    "use_distributed_optimizer": (False, True),
+    "optimizer_cpu_offload": (False, True),
+    "recompute_granularity": (None, "full"),
+    "use_dynamic_batch_size": (False, True),
+    "max_tokens_per_gpu": (4096, 65536),
+    "rollout_max_response_len": (None, 1024, 30000),
+    "rollout_max_context_len": (None, 4096),
+    "tensor_model_parallel_size": (1, 8),
+    "rollout_engine": ("sglang", "embedded"),
+}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_advice_changes_something_when_it_is_followed(seed: int) -> None:
+    numbers = random.Random(seed)
+    flags = {name: numbers.choice(values) for name, values in SEARCH.items()}
+    args = Namespace(actor_num_nodes=2, actor_num_gpus_per_node=8, bf16=True, recompute_num_layers=1, **flags)
+    shape = DENSE if args.tensor_model_parallel_size > 1 else numbers.choice([DENSE, MOE])
+    before = Estimate.from_args(args, shape, 16.0)
+    for part in ("weights", "optimizer", "activations", "logits", "update"):
+        for remedy in before.training_remedies(part, lambda stage: stage.total):
+            after = Estimate.from_args(remedy.applied(args), shape, 16.0)
+            assert after.largest.total < before.largest.total, (remedy, flags)
+    for remedy in before.engine_remedies():
+        after = Estimate.from_args(remedy.applied(args), shape, 16.0)
+        lacks = [e.longest * e.kv_bytes_per_token - e.kv_bytes for e in (before.engine, after.engine)]
+        assert lacks[1] < lacks[0], (remedy, flags)
+
+
+def advice(part: str, **flags: Any) -> list[str]:
+    args = Namespace(actor_num_gpus_per_node=8, bf16=True, **flags)
+    found = Estimate.from_args(args, MOE, 80.0).training_remedies(part, lambda stage: stage.total)
+    return [remedy.words for remedy in found]
+
+
+def test_where_one_longest_sample_binds_the_advice_is_its_length() -> None:
+    batches = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 8192}
+    bound = advice("logits", **batches, rollout_max_response_len=30000)
+    assert "a smaller --rollout-max-response-len" in bound and "a smaller --max-tokens-per-gpu" not in bound
+    bound = advice("logits", **batches)
+    assert "a smaller --rollout-max-context-len" in bound and "a smaller --max-tokens-per-gpu" not in bound
+    free = advice("logits", **batches, rollout_max_response_len=1024)
+    assert "a smaller --max-tokens-per-gpu" in free and "a smaller --rollout-max-response-len" not in free
+
+
+def test_what_is_set_already_or_breaks_a_rule_is_no_advice() -> None:
+    assert "--use-distributed-optimizer" in advice("optimizer")
+    assert "--use-distributed-optimizer" not in advice("optimizer", use_distributed_optimizer=True)
+    assert "--use-distributed-optimizer" not in advice("optimizer", optimizer="sgd")
+    assert "a larger --tensor-model-parallel-size" in advice("weights", tensor_model_parallel_size=2)
+    assert "a larger --tensor-model-parallel-size" not in advice("weights", tensor_model_parallel_size=4), "4 KV heads"
+
+
 def test_the_tool_takes_a_launch_scripts_words_and_exits_with_1_where_it_does_not_fit(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +153,7 @@ def test_wrong_words_are_named(words: list[str], message: str, capsys: pytest.Ca
         ("--actor-num-gpus-per-node -1", "--actor-num-gpus-per-node must be greater than 0, got -1"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size must be greater than 0, got 0"),
         ("--tensor-model-parallel-size 3", "must be a multiple of the model-parallel size (3)"),
+        ("--tensor-model-parallel-size 8 --actor-num-gpus-per-node 8", "does not divide the model's 4 key/value heads"),
         ("--expert-model-parallel-size 3 --actor-num-gpus-per-node 3", "does not divide the model's 128 experts"),
         ("--rollout-num-gpus 1 --rollout-num-gpus-per-engine 4", "does not divide into engines"),
         ("--micro-batch-size 0", "--micro-batch-size must be greater than 0, got 0"),
