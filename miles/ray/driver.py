@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from miles.ray.run import RunFailed, StopRequested
 from miles.ray.stop_signal import EXIT_STOPPED
 from miles.ray.supervisor import original_error
-from miles.utils.checkpoint_set import POINTER
+from miles.utils.checkpoint_set import newest_complete
 from miles.utils.console import print_error, print_summary
 from miles.utils.logging_utils import configure_logging, log_hint
 from miles.utils.run_report import format_summary, report_of_stopped_run, write_report
@@ -66,6 +66,9 @@ def _afterword(args: Namespace) -> str:
 
 
 def _how_to_resume(args: Namespace) -> str:
-    if not args.save or not (Path(args.save) / POINTER).exists():
+    if not args.save:
         return ""
-    return f"\n    to resume from the newest checkpoint, run the same command with --load {args.save}"
+    newest = newest_complete(args.save)
+    if newest is None:
+        return f"\n    --save {args.save} has no checkpoint yet: the same command starts over"
+    return f"\n    the newest checkpoint is {newest}: to go on from it, run the same command with --load {args.save}"

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles.ray.resume import check_load, check_save
 from miles.rollout.prompt_data import check_prompt_data
 from miles.utils.memory.check import check_memory
 from miles.utils.save_lock import check_nobody_writes
@@ -22,11 +23,13 @@ _PACKAGES = ("ray", "torch", "megatron.core", "sglang_router", "transformers", "
 
 def preflight(args: Namespace) -> None:
     """Raise ValueError where the run could not start: packages, prompt files, memory, directories that cannot be
-    written, or that another run writes into."""
+    written, or that another run writes into; and where it would replace checkpoints that it does not go on from."""
     check_packages()
     check_cluster_paths(args)
     check_prompt_data(args)
     check_memory(args)
+    if args.load is not None:
+        check_load(args.load)
     for flag, path in (
         ("--runs-dir", args.runs_dir),
         ("--save", args.save),
@@ -38,6 +41,8 @@ def preflight(args: Namespace) -> None:
     for flag, directory in (("--save", args.save), ("--update-weight-disk-dir", args.update_weight_disk_dir)):
         if directory is not None:
             check_nobody_writes(flag, directory)
+    if args.save is not None:
+        check_save(args.save, args.load)
 
 
 def check_packages() -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoint set a run goes on from, and what of it the rollout side takes."""
+"""Which checkpoint set a run goes on from, what of it the rollout side takes, and which sets a run may not replace."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from miles.utils.checkpoint_set import newest_readable
+from miles.utils.checkpoint_set import POINTER, candidates, is_complete, newest_readable, rollout_id_of
 from miles.utils.console import print_note
 
 if TYPE_CHECKING:
@@ -19,11 +20,49 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def check_save(save: str, load: str | None) -> None:
+    """Raise ValueError where a run would replace the checkpoints under `--save` because it does not go on from them.
+
+    Any `iter_<rollout id>` counts, also one that another program has written or that is not whole.
+    """
+    found = candidates(save)
+    if not found or (load and Path(load).resolve() == Path(save).resolve()):
+        return
+    complete = [checkpoint for checkpoint in found if is_complete(checkpoint)]
+    newest, instead = (complete or found)[0], "another directory for --save"
+    if complete:
+        instead = f"--load {save} to go on from it, or {instead}"
+    loads = f"loads {load}" if load else "has no --load"
+    raise ValueError(
+        f"--save {save}: checkpoints are there, the newest is {newest}, and this run, which {loads}, would replace "
+        f"them. Instead: {instead}"
+    )
+
+
+def check_load(load: str) -> None:
+    """Raise ValueError where `--load` names one set instead of the directory that holds it."""
+    checkpoint = Path(load).absolute()
+    if not is_complete(checkpoint):
+        return
+    parent = Path(load).parent if Path(load).name == checkpoint.name else checkpoint.parent
+    raise ValueError(
+        f"--load {load} is a single checkpoint set. Instead: --load {parent}, the directory that holds it, to go on "
+        f"from the newest set there (to go on from this one, write {rollout_id_of(checkpoint)} into {parent / POINTER} "
+        f"first); or --hf-checkpoint {load} for a new run from its weights"
+    )
+
+
 async def choose_checkpoint(load: str | None) -> str | None:
     """The set in `--load` that trainer and rollout side go on from; None where there is none."""
     if not load:
         return None
     chosen = await _in_daemon_thread(newest_readable, load)
+    if chosen is None and (Path(load) / "config.json").is_file():
+        print_note(
+            f"--load {load} is a Hugging Face checkpoint: starting from its weights, at the beginning of optimizer, "
+            "schedule and prompts"
+        )
+        return None
     if chosen is None:
         print_note(f"--load {load} holds no checkpoint of a run: starting from its beginning")
         return None

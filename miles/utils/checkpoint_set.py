@@ -91,6 +91,19 @@ def candidates(directory: str | Path) -> list[Path]:
     return [numbered[i] for i in order]
 
 
+def is_complete(checkpoint: Path) -> bool:
+    """Whether this is a set that a run has published, however it has fared since: nothing but its name is read."""
+    return _SET_NAME.fullmatch(checkpoint.name) is not None and (checkpoint / STATE_FILE).is_file()
+
+
+def newest_complete(directory: str | Path) -> Path | None:
+    """The set that is tried first on a resume, by name alone; None where none can be found."""
+    try:
+        return next(filter(is_complete, candidates(directory)), None)
+    except OSError:
+        return None
+
+
 def verify(checkpoint: Path) -> str | None:
     """What is wrong with a set, or None where every file is there and has its digest."""
     try:

@@ -117,7 +117,11 @@ def take_manifests(part: Path, writers: Iterable[int], *, timeout_secs: float) -
 
 
 def assemble(part: Path, files: Sequence[TensorFile]) -> dict[str, dict[str, Any]]:
-    """Give all files their final names and write the index of the model; what `state.json` says about each of them."""
+    """Give all files their final names and write the index of the model; what `state.json` says about each of them.
+
+    The index is there for a single file, too: without one, engines load every safetensors file of a directory as
+    weights, and here the optimizer's are among them.
+    """
     known: dict[str, dict[str, Any]] = {}
     for kind in (MODEL, OPTIMIZER):
         own = [file for file in files if file.kind == kind]
@@ -127,7 +131,7 @@ def assemble(part: Path, files: Sequence[TensorFile]) -> dict[str, dict[str, Any
             (part / file.file).rename(part / final)
             weight_map |= dict.fromkeys(file.names, final)
             known[final] = {"bytes": file.file_bytes, "blake2b": file.blake2b}
-        if kind == MODEL and len(own) > 1:
+        if kind == MODEL:
             index = {"metadata": {"total_size": sum(file.tensor_bytes for file in own)}, "weight_map": weight_map}
             with named_errors(part / INDEX_FILE):
                 (part / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -208,9 +208,15 @@ def _add_checkpoint_flags(parser: ArgumentParser) -> None:
         "--load",
         type=str,
         default=None,
-        help="Directory to resume from. None, or a directory without a checkpoint: start from --hf-checkpoint.",
+        help="Directory with the checkpoints of a run, to go on from the newest, or a Hugging Face checkpoint, whose "
+        "weights are taken. None, or a directory with neither: start from --hf-checkpoint.",
     )
-    group.add_argument("--save", type=str, default=None, help="Directory for checkpoints. None: none is written.")
+    group.add_argument(
+        "--save",
+        type=str,
+        default=None,
+        help="Directory for checkpoints; one that holds some already must be that of --load. None: none is written.",
+    )
     group.add_argument(
         "--save-interval", type=int, default=None, help="Save after every this many rollouts. None: never."
     )
@@ -325,6 +331,7 @@ def validate(args: Namespace) -> None:
 def _validate_checkpoints(args: Namespace) -> None:
     if args.save_interval is not None:
         require(args.save is not None, "--save-interval needs --save, the directory for checkpoints")
+    require(not args.async_save or args.save is not None, "--async-save needs --save, the directory for checkpoints")
     if args.save_trigger_sentinel is not None:
         require(args.save is not None, "--save-trigger-sentinel needs --save, the directory for checkpoints")
     if args.save_hf is not None:
@@ -333,6 +340,11 @@ def _validate_checkpoints(args: Namespace) -> None:
         require(
             fields <= {"rollout_id"}, f"--save-hf may contain {{rollout_id}} only, got {args.save_hf!r} with {fields}"
         )
+    require(
+        not args.start_rollout_id or args.num_rollout is None or args.start_rollout_id < args.num_rollout,
+        f"--start-rollout-id {args.start_rollout_id} leaves nothing to do: rollouts are numbered from 0, and "
+        f"--num-rollout {args.num_rollout} counts those before it, too",
+    )
     for dest in ("save", "load"):
         path = getattr(args, dest)
         require(
@@ -344,6 +356,15 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
     if args.lr_decay_style == "constant" and given & {"min_lr", "lr_decay_iters"}:
         yield "--min-lr and --lr-decay-iters have no effect with --lr-decay-style constant"
+    if args.no_save_optim and args.save is None:
+        yield "--no-save-optim has no effect without --save"
+    if args.reset_optimizer_states and args.load is None:
+        yield "--reset-optimizer-states has no effect without --load"
+    if args.start_rollout_id and args.load is None:
+        yield (
+            f"--start-rollout-id {args.start_rollout_id} has no effect without --load but for the numbers of the "
+            "rollouts, and for a data source of your own: weights and prompts start from the beginning"
+        )
     offload = given & {"optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer"}
     if offload and not cuda_device_present():
         flags = ", ".join(sorted(map(flag_name, offload)))

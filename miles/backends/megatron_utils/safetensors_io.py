@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,9 +113,15 @@ def write_sharded(
 
 
 def write_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write one safetensors file. Raises OSError naming it where that fails, as on a full disk."""
+    """Write one safetensors file, which other users may read as far as the umask (or the directory's ACL) lets them.
+
+    Raises OSError naming it where that fails, as on a full disk.
+    """
     try:
+        path.touch()
+        mode = stat.S_IMODE(path.stat().st_mode)
         save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors gives its files mode 0600
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 

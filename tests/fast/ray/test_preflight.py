@@ -9,6 +9,7 @@ import pytest
 
 from miles.ray import preflight
 from miles.utils.save_lock import SaveLock
+from tests.fast.utils.checkpoint_sets import make_set
 
 
 def test_missing_packages_are_named_with_the_python_that_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,7 @@ def test_an_export_that_cannot_be_written_is_told_before_the_first_save(
     for check in ("check_cluster_paths", "check_prompt_data", "check_memory"):
         monkeypatch.setattr(preflight, check, lambda args: None)
     export = "/proc/export/{rollout_id}"
-    args = Namespace(runs_dir=str(tmp_path), save=str(tmp_path), save_hf=export, update_weight_disk_dir=None)
+    args = Namespace(runs_dir=str(tmp_path), save=str(tmp_path), load=None, save_hf=export, update_weight_disk_dir=None)
     with pytest.raises(ValueError, match=r"--save-hf /proc/export/0: nothing can be written to /proc"):
         preflight.preflight(args)
 
@@ -60,9 +61,28 @@ def test_a_directory_that_another_run_saves_into_is_refused(tmp_path: Path, monk
     for check in ("check_cluster_paths", "check_prompt_data", "check_memory"):
         monkeypatch.setattr(preflight, check, lambda args: None)
     sets = str(tmp_path / "sets")
-    args = Namespace(runs_dir=str(tmp_path), save=sets, save_hf=None, update_weight_disk_dir=None)
+    args = Namespace(runs_dir=str(tmp_path), save=sets, load=None, save_hf=None, update_weight_disk_dir=None)
     preflight.preflight(args)
     lock = SaveLock("--save", args.save, "runs/first")
     with pytest.raises(ValueError, match="another run writes there"):
         preflight.preflight(args)
     lock.release()
+
+
+def test_checkpoints_that_the_run_would_replace_are_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for check in ("check_cluster_paths", "check_prompt_data", "check_memory"):
+        monkeypatch.setattr(preflight, check, lambda args: None)
+    sets = tmp_path / "sets"
+    newest = make_set(sets, 2)
+
+    def start(**flags: str) -> None:
+        none = {"save": None, "load": None, "save_hf": None, "update_weight_disk_dir": None}
+        preflight.preflight(Namespace(runs_dir=str(tmp_path), **{**none, **flags}))
+
+    with pytest.raises(ValueError, match=r"--save .*sets: checkpoints are there.*Instead: --load .*sets to go on"):
+        start(save=str(sets))
+    with pytest.raises(ValueError, match=r"--load .*iter_0000002 is a single checkpoint set"):
+        start(load=str(newest))
+    start(save=str(sets), load=str(sets))

@@ -154,6 +154,7 @@ SAMPLES = {
     "--rollout-max-prompt-len": "32",
     "--eps-clip-c": "3",
     "--lr": "0.001",
+    "--start-rollout-id": "2",
     "--min-lr": "0",
     "--tis-clip-low": "0.5",
     "--kl-coef": "0.1",
@@ -191,6 +192,7 @@ SAMPLES = {
     "--max-position-embeddings": "512",
 }
 COMPANIONS = {
+    "--async-save": ("--save", "{new}"),
     "--save-interval": ("--save", "{new}"),
     "--save-hf": ("--save", "{new}"),
     "--save-trigger-sentinel": ("--save", "{new}"),

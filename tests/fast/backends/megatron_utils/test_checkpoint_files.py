@@ -58,6 +58,15 @@ def test_the_parts_of_all_ranks_become_numbered_files_with_an_index(tmp_path: Pa
     assert "optimizer-00002" in str(checkpoint_set.verify(part))
 
 
+def test_one_file_has_an_index_too_so_that_engines_leave_the_optimizer_alone(tmp_path: Path) -> None:
+    write_part(tmp_path, 0, tensors(0))
+    assemble(tmp_path, take_manifests(tmp_path, [0], timeout_secs=5))
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {"model.safetensors", "optimizer.safetensors"}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    names = {"weight.0.0", "weight.0.1"}
+    assert index == {"metadata": {"total_size": 16}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+
+
 def test_a_rank_writes_several_files_where_one_would_be_too_large(tmp_path: Path) -> None:
     named = ((f"t{i}", torch.ones(4)) for i in range(5))
     files = list(write_tensors(tmp_path, MODEL, 0, named, max_file_bytes=32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -46,6 +47,21 @@ def test_a_truncated_file_is_a_clear_error(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         SafetensorsReader(tmp_path)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_files_follow_the_umask_so_that_engines_of_other_users_can_read_them(
+    tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        write_file({"a": torch.zeros(2)}, tmp_path / "a.safetensors")
+        write_sharded(tmp_path, TENSORS, max_shard_bytes=32)
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()} == {
+        file.name: oct(mode) for file in tmp_path.iterdir()
+    }
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
