@@ -106,6 +106,16 @@ def test_every_layout_of_four_ranks_equals_one(checkpoints: dict[str, Path], tmp
         assert ranks[0][job.name]["weights"], job.name
 
 
+def test_what_a_stage_sends_is_whole_however_late_it_is_received(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Interleaved stages go on while they send, and gloo sends from the memory itself."""
+    checkpoint = str(checkpoints["qwen3-deep-tied"])
+    flags = {**LOSS, PP: 2, VPP: 2, "micro_batch_size": 1}
+    ranks = run_world([Job("late", checkpoint, flags, rollouts=(0,))], 2, tmp_path, main="parallel_late_main")
+    expected = run(Job("at once", checkpoint, LOSS, rollouts=(0,)))
+    for results in ranks:
+        assert_equal(results["late"], expected, "late")
+
+
 @pytest.fixture(scope="module")
 def two_ranks(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Per rank {job: result}; importing megatron-core takes seconds, so one world does everything that needs two."""
