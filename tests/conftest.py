@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests.sglang.server import SglangServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+# Machines are shared: how long an example takes says nothing. Each test has a timeout.
+settings.register_profile("miles", deadline=None)
+settings.load_profile("miles")
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,7 @@ def _parallel_fields(args: Namespace, layout: ParallelLayout) -> dict[str, Any]:
         # With two ranks a batch of sends and receives would hold two of each between the same pair.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # Interleaved stages let go of what they still send. Streams keep it for NCCL; gloo sends from the memory itself.
+        # Interleaved stages let go of what they still send. Streams keep it for NCCL; gloo sends from where it was.
         "deallocate_pipeline_outputs": layout.pipeline > 1 and (torch.cuda.is_available() or not interleaved),
     }
 

@@ -173,7 +173,7 @@ def test_metadata_is_kept(tmp_path):
 # Save and load
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 7), shuffle=st.booleans(), before=st.lists(st.integers(0, 9), max_size=4), after=st.integers(1, 20)
 )
