@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from miles.ray.resume import check_load, check_save
 from miles.rollout.prompt_data import check_prompt_data
 from miles.utils.memory.check import check_memory
-from miles.utils.save_lock import check_nobody_saves
+from miles.utils.save_lock import check_nobody_writes
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -23,7 +23,7 @@ _PACKAGES = ("ray", "torch", "megatron.core", "sglang_router", "transformers", "
 
 def preflight(args: Namespace) -> None:
     """Raise ValueError where the run could not start: packages, prompt files, memory, directories that cannot be
-    written, or that another run saves into; and where it would replace checkpoints that it does not go on from."""
+    written, or that another run writes into; and where it would replace checkpoints that it does not go on from."""
     check_packages()
     check_cluster_paths(args)
     check_prompt_data(args)
@@ -38,8 +38,10 @@ def preflight(args: Namespace) -> None:
     ):
         if path is not None:
             check_writable(flag, Path(path))
+    for flag, directory in (("--save", args.save), ("--update-weight-disk-dir", args.update_weight_disk_dir)):
+        if directory is not None:
+            check_nobody_writes(flag, directory)
     if args.save is not None:
-        check_nobody_saves(args.save)
         check_save(args.save, args.load)
 
 

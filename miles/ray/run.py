@@ -18,7 +18,7 @@ import json
 import logging
 import signal
 import time
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ class Run:
     # -- start and end --
 
     async def __aenter__(self) -> Run:
-        self._save_lock = SaveLock(self.args.save, str(self.run_dir)) if self.args.save else None
+        self._locks = self._lock_directories()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_run_config(self.args, self.run_dir)
         self._timeline = (self.run_dir / "timeline.jsonl").open("a", buffering=1)
@@ -106,6 +106,15 @@ class Run:
             raise
         self._console = StepConsole(self.num_rollout, start=self.start_rollout_id)
         return self
+
+    def _lock_directories(self) -> ExitStack:
+        """Raises ValueError where another run writes into one of them."""
+        with ExitStack() as locks:
+            for flag in ("save", "update_weight_disk_dir"):
+                if directory := getattr(self.args, flag):
+                    lock = SaveLock(f"--{flag.replace('_', '-')}", directory, str(self.run_dir))
+                    locks.callback(lock.release)
+            return locks.pop_all()
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -205,8 +214,7 @@ class Run:
         self._trace.close()
         if hasattr(self, "_tracker"):
             self._tracker.close()
-        if self._save_lock is not None:
-            self._save_lock.release()
+        self._locks.close()
 
     async def _save_after_stop(self) -> None:
         """Finish the training step that is under way and save, within a few seconds."""

@@ -63,8 +63,8 @@ def test_a_directory_that_another_run_saves_into_is_refused(tmp_path: Path, monk
     sets = str(tmp_path / "sets")
     args = Namespace(runs_dir=str(tmp_path), save=sets, load=None, save_hf=None, update_weight_disk_dir=None)
     preflight.preflight(args)
-    lock = SaveLock(args.save, "runs/first")
-    with pytest.raises(ValueError, match="another run saves there"):
+    lock = SaveLock("--save", args.save, "runs/first")
+    with pytest.raises(ValueError, match="another run writes there"):
         preflight.preflight(args)
     lock.release()
 

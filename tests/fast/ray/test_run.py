@@ -110,11 +110,13 @@ async def test_the_end_of_the_data_is_no_batch() -> None:
     assert run._data_end == DataEnd("over")
 
 
-async def test_a_run_starts_nothing_where_another_one_saves(tmp_path: Path) -> None:
+async def test_a_run_starts_nothing_where_another_one_writes(tmp_path: Path) -> None:
     run = object.__new__(Run)
-    run.args, run.run_dir = Namespace(save=str(tmp_path / "sets")), tmp_path / "second"
-    first = SaveLock(tmp_path / "sets", "runs/first")
-    with pytest.raises(ValueError, match=r"another run saves there \(runs/first\)"):
-        await run.__aenter__()
-    assert not run.run_dir.exists()
-    first.release()
+    run.run_dir = tmp_path / "second"
+    run.args = Namespace(save=str(tmp_path / "sets"), update_weight_disk_dir=str(tmp_path / "weights"))
+    for flag, directory in (("--save", "sets"), ("--update-weight-disk-dir", "weights")):
+        first = SaveLock(flag, tmp_path / directory, "runs/first")
+        with pytest.raises(ValueError, match=rf"{flag} .*{directory}: another run writes there \(runs/first\)"):
+            await run.__aenter__()
+        assert not run.run_dir.exists()
+        first.release()
