@@ -35,7 +35,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LOOP_THREAD_NAME = "miles-rollout-loop"
-_SIGNAL_SECS = 1.0
 CLOSE_TIMEOUT_SECS = 10.0
 
 
@@ -93,9 +92,6 @@ class AsyncLoopThread:
         job: _Job[T] = _Job(coro)
         try:
             self._submit(job)
-            # In slices: a signal that arrives just before the wait begins is looked at only when that ends.
-            while not job.outcome.done():
-                concurrent.futures.wait([job.outcome], timeout=_SIGNAL_SECS)
             return job.outcome.result()
         except concurrent.futures.CancelledError:
             if self.closed:

@@ -32,6 +32,14 @@ def loop_thread():
     thread.close()
 
 
+@pytest.fixture
+def sigint_interrupts():
+    """A shell gives what it starts in the background a SIGINT that is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 async def thread_name() -> str:
     return threading.current_thread().name
 
@@ -94,6 +102,7 @@ class TestRun:
 
         assert loop_thread.run(read()) == "the caller's"
 
+    @pytest.mark.usefixtures("sigint_interrupts")
     def test_keyboard_interrupt_cancels_the_coroutine_and_waits_for_its_cleanup(self, loop_thread):
         ended: list[str] = []
         main_thread = threading.main_thread().ident
