@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from miles.ray.resume import check_load, check_save
 from miles.rollout.prompt_data import check_prompt_data
 from miles.utils.memory.check import check_memory
-from miles.utils.save_lock import check_nobody_writes
+from miles.utils.save_lock import check_nobody_writes, written_directories
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -38,9 +38,8 @@ def preflight(args: Namespace) -> None:
     ):
         if path is not None:
             check_writable(flag, Path(path))
-    for flag, directory in (("--save", args.save), ("--update-weight-disk-dir", args.update_weight_disk_dir)):
-        if directory is not None:
-            check_nobody_writes(flag, directory)
+    for flag, directory in written_directories(args):
+        check_nobody_writes(flag, directory)
     if args.save is not None:
         check_save(args.save, args.load)
 

@@ -41,7 +41,7 @@ from miles.ray.weight_publisher import WeightPublisher
 from miles.utils.console import StepConsole, print_note
 from miles.utils.file_errors import named_errors
 from miles.utils.misc import should_run_periodic_action
-from miles.utils.save_lock import SaveLock
+from miles.utils.save_lock import SaveLock, written_directories
 from miles.utils.trace import TRACE_FILE, TraceWriter
 from miles.utils.tracking import Tracker, write_run_config
 
@@ -110,10 +110,8 @@ class Run:
     def _lock_directories(self) -> ExitStack:
         """Raises ValueError where another run writes into one of them."""
         with ExitStack() as locks:
-            for flag in ("save", "update_weight_disk_dir"):
-                if directory := getattr(self.args, flag):
-                    lock = SaveLock(f"--{flag.replace('_', '-')}", directory, str(self.run_dir))
-                    locks.callback(lock.release)
+            for flag, directory in written_directories(self.args):
+                locks.callback(SaveLock(flag, directory, str(self.run_dir)).release)
             return locks.pop_all()
 
     async def __aexit__(

@@ -12,10 +12,22 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
+
+
+def written_directories(args: Namespace) -> Iterator[tuple[str, str]]:
+    """The flags, with their values, whose directories a run must have for itself."""
+    for flag, directory in (("--save", args.save), ("--update-weight-disk-dir", args.update_weight_disk_dir)):
+        if directory:
+            yield flag, directory
 
 
 class SaveLock:

@@ -88,8 +88,6 @@ class MicroBatch:
     params: PackedBatchParams
     own: torch.Tensor | None
     """[T / ranks] int64: the places of this rank's tokens in the row; None: all."""
-    is_padding: torch.Tensor
-    """[1, T / ranks] bool: which of this rank's tokens belong to no sample."""
 
     @property
     def model_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,6 +95,14 @@ class MicroBatch:
         if self.own is None:
             return self.row.tokens, self.row.position_ids
         return self.row.tokens[:, self.own], self.row.position_ids[:, self.own]
+
+    @property
+    def is_padding(self) -> torch.Tensor:
+        """[1, T / ranks] bool: which of this rank's tokens belong to no sample. Computed when asked for."""
+        padded = self.row.cu_seqlens.diff()  # the last sequence may be nothing but padding
+        real = torch.tensor([*self.samples["total_lengths"], 0][: len(padded)], device=padded.device)
+        whole = self.row.position_ids >= real.repeat_interleave(padded, output_size=self.row.tokens.shape[1])
+        return whole if self.own is None else whole[:, self.own]
 
     @property
     def split(self) -> dict[str, Any]:
@@ -124,18 +130,8 @@ def micro_batch(batch: dict[str, Any], indices: Sequence[int], *, pad_multiple: 
     if padding:
         lengths.append(padding)
     context = context_shard(lengths, row.tokens.device)
-    own = None if context is None else context.positions
     params = packed_params(row.cu_seqlens, lengths, with_layout=with_layout, context=context)
-    is_padding = _padding(row, samples["total_lengths"], lengths)
-    return MicroBatch(samples, row, params, own, is_padding if own is None else is_padding[:, own])
-
-
-def _padding(row: PackedBatch, real: Sequence[int], padded: Sequence[int]) -> torch.Tensor:
-    """[1, T] bool: the tokens behind the `real` lengths of sequences that take up `padded` ones in the row; all of a
-    last sequence that has no real length."""
-    ends = torch.tensor([*real, 0][: len(padded)], device=row.tokens.device)
-    repeats = torch.tensor(padded, device=row.tokens.device)
-    return row.position_ids >= ends.repeat_interleave(repeats, output_size=row.tokens.shape[1])
+    return MicroBatch(samples, row, params, None if context is None else context.positions)
 
 
 def pad_multiple(args: Namespace, layout: ParallelLayout, *, on_gpu: bool) -> int:

@@ -10,6 +10,8 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from miles.utils.memory.training import update_bucket_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -60,7 +62,7 @@ def for_training(args: Namespace, shape: ModelShape, part: str) -> Iterator[Reme
     if part == "update":
         yield Remedy(
             "a smaller --update-weight-buffer-size",
-            {"update_weight_buffer_size": (getattr(args, "update_weight_buffer_size", None) or 512 * 1024**2) // 2},
+            {"update_weight_buffer_size": update_bucket_bytes(args) // 2},
         )
         return
     if part == "activations":

@@ -55,7 +55,7 @@ class TrainingConfig:
                 getattr(args, "recompute_num_layers", None) or 1,
             ),
             tokens=micro_batch_tokens(args, shape, layout.context),
-            update_bytes=2 * (getattr(args, "update_weight_buffer_size", None) or 512 * 1024**2),
+            update_bytes=2 * update_bucket_bytes(args),
         )
 
     @property
@@ -89,6 +89,11 @@ class RankMemory:
     def total(self) -> float:
         """Activations and weight updates come in turn."""
         return self.least + max(self.activations + self.logits, self.update) + RESERVE_BYTES
+
+
+def update_bucket_bytes(args: Namespace) -> int:
+    """Of weights on their way to engines."""
+    return getattr(args, "update_weight_buffer_size", None) or 512 * 1024**2
 
 
 def longest_sample(args: Namespace, shape: ModelShape) -> int:

@@ -97,31 +97,15 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(nn.Module):
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool,
-        fuse_wgrad_accumulation: bool,
-        tp_group: Any,
-        tp_size: int,
-        get_rng_state_tracker: Any,
-        init_method: Any,
-        bias: bool,
-        return_bias: bool,
-        parallel_mode: str | None,
-        params_dtype: torch.dtype,
-        device: Any,
-        rng_tracker_name: str | None = None,
-        ub_name: str | None = None,
-    ) -> None:
+    """Linear layers without bias, of the same sizes."""
+
+    def __init__(self, num_gemms: int, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        assert tp_size == 1 and not bias and not return_bias
         self.num_gemms = num_gemms
         for i in range(num_gemms):
-            weight = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
-            self.register_parameter(f"weight{i}", _shard(weight, parallel_mode))
+            linear = Linear(*args, **kwargs)
+            assert linear.bias is None
+            self.register_parameter(f"weight{i}", linear.weight)
 
     def forward(
         self, inputs: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
