@@ -26,7 +26,7 @@ def check_save(save: str, load: str | None) -> None:
     Any `iter_<rollout id>` counts, also one that another program has written or that is not whole.
     """
     found = candidates(save)
-    if not found or (load and Path(load).resolve() == Path(save).resolve()):
+    if not found or (load and same_directory(load, save)):
         return
     complete = [checkpoint for checkpoint in found if is_complete(checkpoint)]
     newest, instead = (complete or found)[0], "another directory for --save"
@@ -37,6 +37,10 @@ def check_save(save: str, load: str | None) -> None:
         f"--save {save}: checkpoints are there, the newest is {newest}, and this run, which {loads}, would replace "
         f"them. Instead: {instead}"
     )
+
+
+def same_directory(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
 
 
 def check_load(load: str) -> None:

@@ -162,6 +162,8 @@ class Run:
             checkpoint = rollout_part(checkpoint, start=start, resumed_at=resumed_at)
             await self._supervisor.wait(self.manager.load.remote(start - 1, checkpoint))
         self._steps = Steps(args, self.manager, self.trainers)
+        if resumed_at > 0:
+            await self._supervisor.wait(self._steps.export_left_out(resumed_at - 1))
         self._weights = WeightPublisher(
             self.manager,
             self.trainers,

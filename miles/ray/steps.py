@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from miles.ray.resume import same_directory
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -43,6 +46,19 @@ class Steps:
     async def save(self, rollout_id: int) -> None:
         """Publish the set after this rollout."""
         await self._begin(self._save(rollout_id))
+
+    async def export_left_out(self, rollout_id: int) -> None:
+        """Export the loaded set of this rollout, which the run goes on from, where a kill after it has prevented that.
+
+        Without {rollout_id} in the name nothing tells which set an export is of, so it is written again.
+        """
+        name: str | None = self._args.save_hf
+        goes_on = self._args.save and self._args.load and same_directory(self._args.save, self._args.load)
+        if not name or not goes_on:
+            return
+        directory = name.format(rollout_id=rollout_id)
+        if directory == name or not Path(directory).exists():
+            await self._begin(self._trainers.export_hf(directory))
 
     async def finish(self) -> None:
         """Wait for what is under way; then publish a set of the last finished step, unless there is one."""

@@ -94,8 +94,15 @@ def test_a_stopped_run_saves_and_the_same_command_with_load_goes_on(launcher: La
     assert run.survivors(5) == []
 
     first = stopped.steps()[-1]["step"] + 1
-    version = saved_version(save)
-    resumed = launcher.run("--load", str(save), "--num-rollout", str(first + 3), "--save", str(save), *SAVE_LAST)
+    version, exports = saved_version(save), tmp_path / "hf"
+    stopped_at = newest_readable(save)
+    assert stopped_at is not None
+    left_out = stopped_at.name.replace("iter", "step")  # as by a kill between a set and its export
+    resumed = launcher.run(
+        *("--load", str(save), "--save", str(save), *SAVE_LAST, "--num-rollout", str(first + 3)),
+        *("--save-hf", str(exports / "step_{rollout_id:07d}")),
+    )
+    assert {path.name for path in exports.iterdir()} == {left_out, f"step_{first + 2:07d}"}
     step, *_ = resumed.steps()
     # The step under way when the signal came may have been finished, and is then part of the checkpoint.
     assert step["step"] in (first, first + 1)

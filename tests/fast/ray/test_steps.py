@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from miles.ray.steps import Steps
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Remote:
@@ -129,6 +132,29 @@ async def test_nothing_is_saved_twice_or_without_a_step_or_without_a_directory()
     await unsaved.steps.train(0, "batch")
     await unsaved.steps.finish()
     assert [call[0] for call in unsaved.calls] == ["train", "acknowledge"]
+
+
+@pytest.mark.parametrize(("there", "exported"), [("hf-4", ["export"]), ("hf-5", [])])
+async def test_an_export_that_a_kill_has_left_out_is_made_when_its_set_is_loaded(
+    tmp_path: Path, there: str, exported: list[str]
+) -> None:
+    (tmp_path / there).mkdir()
+    setup = Setup(save="sets", load="./sets", save_hf=f"{tmp_path}/hf-{{rollout_id}}")
+    await setup.steps.export_left_out(5)
+    assert setup.calls == [(name, f"{tmp_path}/hf-5") for name in exported]
+
+
+async def test_an_export_that_each_save_replaces_is_made_again_for_the_set_that_is_loaded(tmp_path: Path) -> None:
+    setup = Setup(save="sets", load="sets", save_hf=str(tmp_path))
+    await setup.steps.export_left_out(5)
+    assert setup.calls == [("export", str(tmp_path))]
+
+
+@pytest.mark.parametrize("flags", [{"load": "others"}, {"load": None}, {"load": "checkpoints", "save_hf": None}])
+async def test_a_set_of_another_directory_is_not_exported(flags: dict[str, str | None]) -> None:
+    setup = Setup(**{"save_hf": "hf", **flags})
+    await setup.steps.export_left_out(5)
+    assert setup.calls == []
 
 
 async def test_close_leaves_no_task_behind() -> None:
