@@ -13,6 +13,7 @@ import ray
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
+from miles.ray.ray_processes import own_ray_processes
 from miles.ray.rollout.engine_size import EngineSize
 from miles.ray.temporary import OwnedDirectory
 from miles.ray.token_auth import show_token_to_ray
@@ -85,6 +86,8 @@ class RayCluster:
 
     def disconnect(self) -> None:
         """Leave the cluster; a private one ends with all its processes, and its directory goes."""
+        for process in own_ray_processes():
+            process.kill_if_stopped()
         ray.shutdown()
         if self._directory is not None:
             self._directory.remove()

@@ -71,7 +71,7 @@ class Run:
         self.args = args
         self.run_dir = Path(args.run_dir)
         self._stop = asyncio.Event()
-        self._supervisor = Supervisor(self._stop)
+        self._supervisor = Supervisor(self._stop, silent_secs=args.heartbeat_timeout_secs)
         self._cluster = RayCluster(args)
         self._evals: EvalDispatcher | None = None
         self._metrics: dict[str, float] = {}
@@ -142,6 +142,7 @@ class Run:
         placement = create_placement(args)
         manager_class = ray.remote(RolloutManager)
         self.manager = manager_class.options(num_cpus=1, max_concurrency=64).remote(args, placement.engines)
+        self._supervisor.listen("rollout_manager", self.manager, self._log("rollout_manager"))
         manager_started = self.manager.start.remote()
         if args.num_rollout is None:
             await self._supervisor.wait(manager_started)

@@ -33,7 +33,9 @@ class TrainGroup:
 
     def watch(self, supervisor: Supervisor) -> None:
         for rank, actor in enumerate(self.actors):
-            supervisor.watch(f"trainer-{rank}", actor, self._logs / f"trainer-{rank}.log", endless=False)
+            name, log = f"trainer-{rank}", self._logs / f"trainer-{rank}.log"
+            supervisor.listen(name, actor, log)
+            supervisor.watch(name, actor, log, endless=False)
 
     async def init(self, checkpoint: str | None) -> int:
         """Build every rank from this checkpoint set (None: the initial weights); returns the rollout to start with."""
