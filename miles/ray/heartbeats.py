@@ -19,7 +19,8 @@ from ray.exceptions import RayError
 
 from miles.ray.silence import Silence
 from miles.utils.heartbeat import hears
-from miles.utils.processes import ExitWatch, how_stopped, log_tail
+from miles.utils.process_state import ExitWatch, how_stopped
+from miles.utils.processes import log_tail
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable

@@ -13,11 +13,12 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray._private import ray_constants, worker
 
 from miles.ray.silence import Silence
-from miles.utils.processes import how_stopped
+from miles.utils.process_state import how_stopped
 
 if TYPE_CHECKING:
     import subprocess
@@ -59,6 +60,12 @@ class RayProcess:
         """What keeps it from running although it lives, as a sentence; None where nothing does."""
         how = how_stopped(self.pid)
         return None if how is None else f"{self.role} (pid {self.pid}) does not run: {how}"
+
+    def children(self) -> list[psutil.Process]:
+        """Workers and agents, which end with it: later than a run may take, where it was killed."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return list(psutil.Process(self.pid).children())
+        return []
 
     def kill_if_stopped(self) -> None:
         """Whoever asks it to end would wait for ever."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import select
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from miles.utils import owned_process
+from miles.utils.process_state import how_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,61 +97,6 @@ class ChildProcess:
         except TimeoutError:
             self._popen.kill()
             await self.wait_died()
-
-
-class ExitWatch:
-    """Knows, of any process of this machine, which signal has killed it, where the kernel tells (Linux 6.15 and later).
-
-    It must be made while the process lives.
-    """
-
-    def __init__(self, pid: int) -> None:
-        try:
-            self._descriptor: int | None = os.pidfd_open(pid)
-        except (AttributeError, OSError):
-            self._descriptor = None
-
-    def signal(self, timeout_secs: float = 1.0) -> str | None:
-        """The name of the signal; None where there was none, where it is not known, and where the process lives on for
-        `timeout_secs`: its connections end a moment before it does."""
-        if self._descriptor is None:
-            return None
-        ended, _, _ = select.select([self._descriptor], [], [], timeout_secs)
-        status = _exit_status(self._descriptor) if ended else None
-        return None if status is None or not os.WIFSIGNALED(status) else signal.Signals(os.WTERMSIG(status)).name
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-_STOPS = {psutil.STATUS_STOPPED: "it is stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP: "a debugger has stopped it"}
-
-# ioctl PIDFD_GET_INFO of linux/pidfd.h, and the request for the exit status, which is the last of these numbers.
-_PIDFD_INFO = struct.Struct("QQ11Ii")
-_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
-_PIDFD_INFO_EXIT = 1 << 3
-
-
-def _exit_status(descriptor: int) -> int | None:
-    """As waitpid(2) has it; None on a kernel that does not tell."""
-    info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
-    try:
-        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
-    except OSError:
-        return None
-    mask, *_, status = _PIDFD_INFO.unpack(info)
-    return status if mask & _PIDFD_INFO_EXIT else None
-
-
-def how_stopped(pid: int) -> str | None:
-    """What keeps this process of this machine from running, in words; None where nothing does, or it has ended."""
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.Error:
-        return None
-    return _STOPS.get(status)
 
 
 def log_tail(path: Path, lines: int = 5) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -19,8 +18,7 @@ from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.utils.heartbeat import Heart, own_pid_space
 from miles.utils.processes import ProcessDied
 from tests.fast.virtual_time import virtual
-
-KERNEL_TELLS = tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 15)
+from tests.kernel import TELLS_SIGNALS
 
 
 class RemoteMethod:
@@ -158,7 +156,7 @@ async def test_a_process_that_dies_is_told_with_the_signal_that_killed_it(superv
     process.send_signal(signal.SIGSEGV)
     process.communicate()
     actor.life.set_exception(RayActorError())
-    how = "was killed by SIGSEGV" if KERNEL_TELLS else "died"
+    how = "was killed by SIGSEGV" if TELLS_SIGNALS else "died"
     with pytest.raises(RunFailed, match=rf"^trainer-0 \(pid {process.pid} on host-a\) {how}; see t.log$"):
         await supervisor.wait(call_that_returns("never", asyncio.Event()))
 
