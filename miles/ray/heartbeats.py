@@ -72,9 +72,9 @@ class Heartbeats:
         first, *others = self._silence.suspects()
         known = self._known[first]
         how = how_stopped(known.heart.pid) if known.exit is not None else None
-        also = "".join(f"\n    as silent is {name} ({self._known[name].who})" for name in others)
+        also = "".join(f"\n    also silent: {self.full_name(name)}" for name in others)
         return (
-            f"{first} ({known.who}) has not answered for {self._silence.limit_secs:g} s (--heartbeat-timeout-secs): "
+            f"{self.full_name(first)} has not answered for {self._silence.limit_secs:g} s (--heartbeat-timeout-secs): "
             f"{how or 'it is stopped, hangs, or its machine is out of reach'}; see {known.log_path}"
             f"{log_tail(known.log_path)}{also}"
         )
@@ -84,8 +84,9 @@ class Heartbeats:
         known = self._known.get(name)
         return known.exit.signal() if known is not None and known.exit is not None else None
 
-    def node(self, name: str) -> str | None:
-        return self._known[name].heart.node if name in self._known else None
+    def full_name(self, name: str) -> str:
+        """With its process id and its node, where they are known."""
+        return f"{name} ({self._known[name].who})" if name in self._known else name
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -108,7 +109,11 @@ class Heartbeats:
         is_told = False
         while True:
             began = clock()
-            heard = await hears(heart, timeout_secs=silence.look_secs)
+            try:
+                heard = await hears(heart, timeout_secs=silence.look_secs)
+            except ConnectionRefusedError:  # its watcher tells, or the call that it has failed
+                await self._forget(name)
+                return
             async with self._looked:
                 silence.learn(name, heard=heard, now=clock())
                 self._looked.notify_all()
@@ -120,3 +125,8 @@ class Heartbeats:
                     *(name, heart.host, heart.port),
                 )
             await asyncio.sleep(max(0.0, silence.look_secs - (clock() - began)))
+
+    async def _forget(self, name: str) -> None:
+        async with self._looked:
+            self._silence.forget(name)
+            self._looked.notify_all()

@@ -178,7 +178,6 @@ class Run:
         trainers = await self._supervisor.wait(self.trainers.pids())
         ray_itself = {process.name: process.pid for process in own_ray_processes()}
         self._processes.learn({**rollout, **trainers, **eval_pids, **ray_itself})
-        self._supervisor.learn_pids({**rollout, **trainers})
 
     def _learn_of_engines(self, view: FleetView) -> None:
         """What has happened to engines goes to the console, the trace, and the metrics of the step."""
@@ -187,7 +186,6 @@ class Run:
         self._trace.engine_events(view.events)
         if view.pids:
             self._processes.learn(view.pids)
-            self._supervisor.learn_pids(view.pids)
         self._engine_metrics.learn(view)
         self._trace.learn_engines({engine.url: engine.index for engine in (*view.serving, *view.waiting)})
 

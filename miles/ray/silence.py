@@ -44,6 +44,10 @@ class Silence:
         record.was_heard |= heard
         record.silent_secs = 0.0 if heard else record.silent_secs + listened_secs
 
+    def forget(self, name: str) -> None:
+        """It is gone, which others tell better."""
+        del self._records[name]
+
     def suspects(self) -> list[str]:
         """Those that did not answer the last look, the most silent first."""
         return self._silent_for_more_than(0.0)

@@ -46,7 +46,6 @@ class Supervisor:
     def __init__(self, stop: asyncio.Event, *, silent_secs: float = DEFAULT_LIMIT_SECS) -> None:
         self._stop = asyncio.ensure_future(stop.wait())
         self._watchers: dict[asyncio.Task[None], tuple[str, Path]] = {}
-        self._pids: dict[str, int] = {}
         self._ray_processes: list[RayProcess] = []
         self._ray_watcher: asyncio.Task[str] | None = None
         self._silent_secs = silent_secs
@@ -68,10 +67,6 @@ class Supervisor:
     def listen(self, name: str, actor: ActorHandle, log_path: Path) -> None:
         """Listen to the heart of this actor's process, from its start on."""
         self._heartbeats.listen(name, _await_ref(actor.heart.remote()), log_path)
-
-    def learn_pids(self, pids: dict[str, int]) -> None:
-        """Process ids by the names given to `watch`, for the messages."""
-        self._pids |= pids
 
     async def wait(self, awaitable: Awaitable[Any]) -> Any:
         """The result of `awaitable` (an object reference, or a coroutine over several).
@@ -127,16 +122,9 @@ class Supervisor:
         if isinstance(cause, ProcessDied):
             return str(cause)
         if isinstance(cause, RayActorError):
-            killed_by = self._heartbeats.killing_signal(name)
-            how = f"was killed by {killed_by}" if killed_by else "died"
-            return f"{name}{self._who(name)} {how}; see {log_path}{log_tail(log_path)}"
+            how = how_it_died(str(cause), self._heartbeats.killing_signal(name))
+            return f"{self._heartbeats.full_name(name)} {how}; see {log_path}{log_tail(log_path)}"
         return f"{name} failed: {type(cause).__name__}: {cause}; see {log_path}"
-
-    def _who(self, name: str) -> str:
-        node = self._heartbeats.node(name)
-        pid = f"pid {self._pids[name]}" if name in self._pids else None
-        known = " on ".join(part for part in (pid, node) if part)
-        return f" ({known})" if known else ""
 
     async def _give_watchers_time_to_blame(self) -> None:
         """A death is known soon. Whoever does not answer just now has most likely made the call fail: wait for it."""
@@ -167,3 +155,12 @@ async def _ping_forever(actor: ActorHandle) -> None:
 def original_error(error: BaseException | None) -> BaseException | None:
     """The exception that the actor's method raised, without Ray's wrapping."""
     return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+
+
+def how_it_died(ray_says: str, killed_by: str | None) -> str:
+    """How an actor's process ended: by what Ray has done or seen, else by the signal, where one is known."""
+    if "due to the node running low on memory" in ray_says or "NODE_OUT_OF_MEMORY" in ray_says:
+        return "was killed by Ray, for its node ran low on memory"
+    if "its node has died" in ray_says:
+        return "died with its node"
+    return f"was killed by {killed_by}" if killed_by else "died"

@@ -60,7 +60,7 @@ def own_pid_space() -> str:
 
 
 async def hears(heart: Heart, *, timeout_secs: float) -> bool:
-    """Whether the process answers within this time."""
+    """Whether the process answers within this time. Raises ConnectionRefusedError where it is gone."""
     try:
         async with asyncio.timeout(timeout_secs):
             reader, writer = await asyncio.open_connection(heart.host, heart.port)
@@ -68,6 +68,8 @@ async def hears(heart: Heart, *, timeout_secs: float) -> bool:
                 return await reader.read(1) == _BEAT
             finally:
                 writer.close()
+    except ConnectionRefusedError:
+        raise
     except (OSError, TimeoutError):
         return False
 

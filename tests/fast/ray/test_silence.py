@@ -60,6 +60,12 @@ def test_what_was_never_heard_is_out_of_reach_and_not_lost(silence: Silence) -> 
     assert not silence.never_heard("b")
 
 
+def test_what_is_gone_is_not_silent(silence: Silence) -> None:
+    looks(silence, "a", "y" + 20 * "n")
+    silence.forget("a")
+    assert not silence.suspects() and not silence.lost()
+
+
 @pytest.mark.parametrize(("limit", "look"), [(6.0, 1.0), (60.0, LONGEST_LOOK_SECS), (600.0, LONGEST_LOOK_SECS)])
 def test_several_looks_fit_into_the_limit(limit: float, look: float) -> None:
     assert Silence(limit).look_secs == look

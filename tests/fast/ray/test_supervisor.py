@@ -14,7 +14,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from miles.ray.ray_processes import RayProcess
-from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
+from miles.ray.supervisor import RunFailed, StopRequested, Supervisor, how_it_died
 from miles.utils.heartbeat import Heart, own_pid_space
 from miles.utils.processes import ProcessDied
 from tests.fast.virtual_time import virtual
@@ -151,7 +151,6 @@ async def test_a_process_that_dies_is_told_with_the_signal_that_killed_it(superv
     actor = FakeActor(Heart(process.pid, "host-a", own_pid_space(), "127.0.0.1", 1))
     supervisor.listen("trainer-0", actor, Path("t.log"))  # type: ignore[arg-type]
     supervisor.watch("trainer-0", actor, Path("t.log"), endless=True)  # type: ignore[arg-type]
-    supervisor.learn_pids({"trainer-0": process.pid})
     assert await supervisor.wait(call_that_returns("batch")) == "batch"
     process.send_signal(signal.SIGSEGV)
     process.communicate()
@@ -166,9 +165,12 @@ class Hearts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stopped: set[int] = set()
+        self.gone: set[int] = set()
         monkeypatch.setattr("miles.ray.heartbeats.hears", self._hears)
 
     async def _hears(self, heart: Heart, *, timeout_secs: float) -> bool:
+        if heart.pid in self.gone:
+            raise ConnectionRefusedError
         if heart.pid in self.stopped:
             await asyncio.sleep(timeout_secs)
         return heart.pid not in self.stopped
@@ -270,3 +272,38 @@ async def test_a_raylet_that_stays_stopped_ends_a_wait_though_ray_notices_nothin
 def stop_and_wait(process: subprocess.Popen[Any]) -> None:
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize(
+    ("ray_says", "killed_by", "how"),
+    [
+        ("Common causes include: (1) the process was killed by the OOM killer", None, "died"),
+        ("Common causes include: (1) the process was killed by the OOM killer", "SIGKILL", "was killed by SIGKILL"),
+        ("Worker exit type: NODE_OUT_OF_MEMORY", "SIGKILL", "was killed by Ray, for its node ran low on memory"),
+        ("The actor died because its node has died. Node Id: 1", None, "died with its node"),
+    ],
+)
+def test_what_ray_has_done_to_an_actor_explains_more_than_the_signal(
+    ray_says: str, killed_by: str | None, how: str
+) -> None:
+    assert how_it_died(ray_says, killed_by) == how
+
+
+@virtual
+async def test_a_call_that_fails_because_its_process_is_gone_waits_for_no_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the rollout manager dies while it starts, when nobody watches it yet."""
+    hearts = Hearts(monkeypatch)
+    supervisor, _ = hearts.supervise(1, silent_secs=60.0)
+    await supervisor.wait(asyncio.sleep(10.0))
+    hearts.gone.add(100)
+
+    async def fail() -> None:
+        await asyncio.sleep(9.0)  # a look has found out meanwhile
+        raise ConnectionError("it has gone")
+
+    with pytest.raises(ConnectionError, match="it has gone"):
+        await supervisor.wait(fail())
+    assert asyncio.get_running_loop().time() < 30.0
+    await supervisor.close()

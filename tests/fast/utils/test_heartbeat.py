@@ -9,6 +9,8 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
+
 from miles.utils.heartbeat import Heart, hears, own_pid_space, start_heart
 
 LONG_SECS = 20.0
@@ -16,6 +18,8 @@ LONG_SECS = 20.0
 
 PROCESS = """
 import sys, time
+import pytest
+
 from miles.utils.heartbeat import start_heart
 heart = start_heart()
 print(heart.host, heart.port, flush=True)
@@ -43,7 +47,8 @@ async def test_a_process_answers_while_its_main_thread_waits_and_not_while_it_is
         assert await hears(heart, timeout_secs=LONG_SECS)
         process.kill()
         await asyncio.to_thread(process.wait)
-        assert not await hears(heart, timeout_secs=LONG_SECS)
+        with pytest.raises(ConnectionRefusedError):
+            await hears(heart, timeout_secs=LONG_SECS)
     finally:
         process.kill()
         process.communicate()
