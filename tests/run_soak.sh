@@ -7,7 +7,8 @@
 #   bash tests/run_soak.sh --rounds 3 --first-seed 100   other seeds
 #   bash tests/run_soak.sh --minutes 30                  begin no epoch after half an hour
 #   bash tests/run_soak.sh --faults                      faults of engines in runs with --use-fault-tolerance
-#   bash tests/run_soak.sh --table                       print the results that are there (with --faults: of those)
+#   bash tests/run_soak.sh --ends --rounds 1             each process that ends a run, killed and stopped: its message
+#   bash tests/run_soak.sh --table                       print the results that are there (with --faults or --ends: of those)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

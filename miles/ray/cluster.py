@@ -13,11 +13,13 @@ import ray
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
+from miles.ray.ray_processes import own_ray_processes
 from miles.ray.rollout.engine_size import EngineSize
 from miles.ray.temporary import OwnedDirectory
 from miles.ray.token_auth import show_token_to_ray
 from miles.rollout.eval_flags import eval_way
 from miles.utils.arguments import check_runtime_env
+from miles.utils.process_state import kill_left
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -85,7 +87,12 @@ class RayCluster:
 
     def disconnect(self) -> None:
         """Leave the cluster; a private one ends with all its processes, and its directory goes."""
+        processes = own_ray_processes()
+        children = [child for process in processes for child in process.children()]
+        for process in processes:
+            process.kill_if_stopped()
         ray.shutdown()
+        kill_left(children)
         if self._directory is not None:
             self._directory.remove()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles.ray.faults import tolerates_engine_faults
+from miles.ray.silence import DEFAULT_LIMIT_SECS
 from miles.utils.flag_rules import require, require_not_negative, require_positive
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ def add_flags(parser: ArgumentParser) -> None:
         help="Replace an engine that dies, hangs or fails, instead of ending the run: its samples go to the other "
         "engines, and it serves again once it has current weights. The loss of anything else ends the run, and so does "
         "that of the last engine.",
+    )
+    group.add_argument(
+        "--heartbeat-timeout-secs",
+        type=float,
+        default=DEFAULT_LIMIT_SECS,
+        help="A process of the run (trainer rank, rollout manager, router, Ray's own) that lives and does not answer "
+        "for so long is taken for lost and ends the run. Longer than any call into native code that keeps Python from "
+        "running, and than a debugger's stops.",
     )
     group.add_argument(
         "--ft-components",
@@ -58,7 +67,12 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def validate(args: Namespace) -> None:
     """Raise ValueError where the values break a rule."""
-    require_positive(args, "rollout_health_check_interval", "rollout_health_check_timeout")
+    require_positive(args, "rollout_health_check_interval", "rollout_health_check_timeout", "heartbeat_timeout_secs")
+    require(
+        args.heartbeat_timeout_secs <= 60 * args.distributed_timeout_minutes,
+        f"--heartbeat-timeout-secs {args.heartbeat_timeout_secs:g} must not be above --distributed-timeout-minutes "
+        f"{args.distributed_timeout_minutes}: the other ranks would give up first, and none would be named",
+    )
     require_not_negative(args, "rollout_health_check_first_wait")
     require(
         "train" not in args.ft_components,

@@ -13,15 +13,22 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray._private import ray_constants, worker
 
+from miles.ray.silence import Silence
+from miles.utils.process_state import how_stopped
+
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Sequence
 
 GCS_SILENT_SECS = 40.0
-"""A gcs_server that is made to survive faults may be back by then; at 60 s Ray ends the driver."""
+"""A gcs_server that is made to survive faults may be back by then; at 60 s Ray ends the driver, or without its raylet
+every actor."""
 _GCS_LOOK_SECS = 5.0
+_LOOK_SECS = 0.1
 
 _ROLES = {
     ray_constants.PROCESS_TYPE_RAYLET: "Ray's raylet, which holds the object store,",
@@ -49,6 +56,22 @@ class RayProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return f"{self.role} (pid {self.pid}) {how}"
 
+    def stop(self) -> str | None:
+        """What keeps it from running although it lives, as a sentence; None where nothing does."""
+        how = how_stopped(self.pid)
+        return None if how is None else f"{self.role} (pid {self.pid}) does not run: {how}"
+
+    def children(self) -> list[psutil.Process]:
+        """Workers and agents, which end with it: later than a run may take, where it was killed."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return list(psutil.Process(self.pid).children())
+        return []
+
+    def kill_if_stopped(self) -> None:
+        """Whoever asks it to end would wait for ever."""
+        if how_stopped(self.pid) is not None:
+            self.popen.kill()
+
 
 def own_ray_processes() -> list[RayProcess]:
     """Those that `ray.init` has started from this process; none where a cluster was joined."""
@@ -62,6 +85,23 @@ def own_ray_processes() -> list[RayProcess]:
 def joined_gcs_address() -> str | None:
     """host:port of the control store of a cluster that was joined; None where the cluster is this run's own."""
     return None if own_ray_processes() else str(ray.get_runtime_context().gcs_address)
+
+
+async def ray_lost(processes: Sequence[RayProcess], *, limit_secs: float, look_secs: float = _LOOK_SECS) -> str:
+    """Wait until one of them has ended, or was stopped for `limit_secs` and at most `GCS_SILENT_SECS`; says which."""
+    clock = asyncio.get_running_loop().time
+    silence = Silence(min(limit_secs, GCS_SILENT_SECS))
+    by_name = {process.name: process for process in processes}
+    for name in by_name:
+        silence.begin(name, clock())
+    while True:
+        for name, process in by_name.items():
+            if (death := process.death()) is not None:
+                return death
+            silence.learn(name, heard=process.stop() is None, now=clock())
+        for name in silence.lost():
+            return f"{by_name[name].stop()}, for {silence.limit_secs:g} s by now"
+        await asyncio.sleep(look_secs)
 
 
 async def gcs_lost(address: str, *, silent_secs: float = GCS_SILENT_SECS, look_secs: float = _GCS_LOOK_SECS) -> str:

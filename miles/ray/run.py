@@ -71,7 +71,7 @@ class Run:
         self.args = args
         self.run_dir = Path(args.run_dir)
         self._stop = asyncio.Event()
-        self._supervisor = Supervisor(self._stop)
+        self._supervisor = Supervisor(self._stop, silent_secs=args.heartbeat_timeout_secs)
         self._cluster = RayCluster(args)
         self._evals: EvalDispatcher | None = None
         self._metrics: dict[str, float] = {}
@@ -142,6 +142,7 @@ class Run:
         placement = create_placement(args)
         manager_class = ray.remote(RolloutManager)
         self.manager = manager_class.options(num_cpus=1, max_concurrency=64).remote(args, placement.engines)
+        self._supervisor.listen("rollout_manager", self.manager, self._log("rollout_manager"))
         manager_started = self.manager.start.remote()
         if args.num_rollout is None:
             await self._supervisor.wait(manager_started)
@@ -179,7 +180,6 @@ class Run:
         trainers = await self._supervisor.wait(self.trainers.pids())
         ray_itself = {process.name: process.pid for process in own_ray_processes()}
         self._processes.learn({**rollout, **trainers, **eval_pids, **ray_itself})
-        self._supervisor.learn_pids({**rollout, **trainers})
 
     def _learn_of_engines(self, view: FleetView) -> None:
         """What has happened to engines goes to the console, the trace, and the metrics of the step."""
@@ -188,7 +188,6 @@ class Run:
         self._trace.engine_events(view.events)
         if view.pids:
             self._processes.learn(view.pids)
-            self._supervisor.learn_pids(view.pids)
         self._engine_metrics.learn(view)
         self._trace.learn_engines({engine.url: engine.index for engine in (*view.serving, *view.waiting)})
 

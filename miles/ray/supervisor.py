@@ -1,7 +1,8 @@
 """Waiting for the run's actors without ever waiting for a dead one.
 
-consumes   results of actor calls, one endless `watch` (or repeated `ping`) per actor, and Ray's own processes
-waits for  the result, any death, or a request to stop - whichever comes first
+consumes   results of actor calls, one endless `watch` (or repeated `ping`) per actor, the heartbeats of their
+           processes, and Ray's own processes
+waits for  the result, any death, a process that has stopped without dying, or a request to stop - whichever comes first
 raises     RunFailed with one message that names the process and its log, or StopRequested
 """
 
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from miles.ray.ray_processes import gcs_lost
+from miles.ray.heartbeats import Heartbeats
+from miles.ray.ray_processes import gcs_lost, ray_lost
+from miles.ray.silence import DEFAULT_LIMIT_SECS
 from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from miles.ray.ray_processes import RayProcess
 
 _PING_SECS = 0.5
-_LOOK_SECS = 0.1
 # A dead engine is often noticed first by whoever talks to it. So much later its own watcher has noticed too.
 _BLAME_SECS = 2.0
 
@@ -38,20 +40,23 @@ class StopRequested(BaseException):
 
 
 class Supervisor:
-    """Knows every actor of the run and fails every wait of the driver as soon as one of them dies."""
+    """Knows every actor of the run and fails every wait of the driver as soon as one of them dies, or has been silent
+    for `silent_secs`."""
 
-    def __init__(self, stop: asyncio.Event) -> None:
+    def __init__(self, stop: asyncio.Event, *, silent_secs: float = DEFAULT_LIMIT_SECS) -> None:
         self._stop = asyncio.ensure_future(stop.wait())
         self._watchers: dict[asyncio.Task[None], tuple[str, Path]] = {}
-        self._pids: dict[str, int] = {}
         self._ray_processes: list[RayProcess] = []
         self._ray_watcher: asyncio.Task[str] | None = None
+        self._silent_secs = silent_secs
+        self._heartbeats = Heartbeats(silent_secs)
+        self._silence = asyncio.ensure_future(self._heartbeats.wait_lost())
 
     def watch_ray(self, processes: list[RayProcess], gcs_address: str | None = None) -> None:
         """Watch what of Ray the run stands on: its own processes, whose end explains every other one at that moment, or
         the control store of a cluster that it has joined."""
         self._ray_processes = processes
-        wait = self._wait_for_the_end_of_ray() if gcs_address is None else gcs_lost(gcs_address)
+        wait = ray_lost(processes, limit_secs=self._silent_secs) if gcs_address is None else gcs_lost(gcs_address)
         self._ray_watcher = asyncio.create_task(wait, name="watch ray")
 
     def watch(self, name: str, actor: ActorHandle, log_path: Path, *, endless: bool) -> None:
@@ -59,9 +64,9 @@ class Supervisor:
         coroutine = _await_ref(actor.watch.remote()) if endless else _ping_forever(actor)
         self._watchers[asyncio.create_task(coroutine, name=f"watch {name}")] = (name, log_path)
 
-    def learn_pids(self, pids: dict[str, int]) -> None:
-        """Process ids by the names given to `watch`, for the messages."""
-        self._pids |= pids
+    def listen(self, name: str, actor: ActorHandle, log_path: Path) -> None:
+        """Listen to the heart of this actor's process, from its start on."""
+        self._heartbeats.listen(name, _await_ref(actor.heart.remote()), log_path)
 
     async def wait(self, awaitable: Awaitable[Any]) -> Any:
         """The result of `awaitable` (an object reference, or a coroutine over several).
@@ -79,13 +84,14 @@ class Supervisor:
             if call.done():
                 await self._give_watchers_time_to_blame()
             self.raise_if_died()
+            self._raise_if_ray_is_stopped()
             return await call
         finally:
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
 
     def raise_if_died(self) -> None:
-        """Raise RunFailed where a process of Ray, an actor, or a process that it owns, has died."""
+        """Raise RunFailed where a process of Ray, an actor, or a process that it owns, has died or stopped."""
         for death in (process.death() for process in self._ray_processes):
             if death is not None:
                 raise RunFailed(death)
@@ -93,36 +99,47 @@ class Supervisor:
             raise RunFailed(self._ray_watcher.result())
         for watcher, (name, log_path) in self._watchers.items():
             if watcher.done() and not watcher.cancelled():
+                self._raise_if_ray_is_stopped()
                 raise RunFailed(self._obituary(name, log_path, watcher.exception()))
+        if self._silence.done() and not self._silence.cancelled():
+            raise RunFailed(self._silence.result())
+
+    def _raise_if_ray_is_stopped(self) -> None:
+        """A raylet that is stopped counts as dead after a while, and every actor with it."""
+        for stop in (process.stop() for process in self._ray_processes):
+            if stop is not None:
+                raise RunFailed(stop)
 
     async def close(self) -> None:
         tasks = [*self._all_watchers(), self._stop]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._heartbeats.close()
 
     def _obituary(self, name: str, log_path: Path, error: BaseException | None) -> str:
         cause = original_error(error)
         if isinstance(cause, ProcessDied):
             return str(cause)
         if isinstance(cause, RayActorError):
-            pid = f" (pid {self._pids[name]})" if name in self._pids else ""
-            return f"{name}{pid} died; see {log_path}{log_tail(log_path)}"
+            how = how_it_died(str(cause), self._heartbeats.killing_signal(name))
+            return f"{self._heartbeats.full_name(name)} {how}; see {log_path}{log_tail(log_path)}"
         return f"{name} failed: {type(cause).__name__}: {cause}; see {log_path}"
 
     async def _give_watchers_time_to_blame(self) -> None:
-        if watchers := self._all_watchers():
-            await asyncio.wait(watchers, timeout=_BLAME_SECS, return_when=asyncio.FIRST_COMPLETED)
+        """A death is known soon. Whoever does not answer just now has most likely made the call fail: wait for it."""
+        watchers = self._all_watchers()
+        await asyncio.wait(watchers, timeout=_BLAME_SECS, return_when=asyncio.FIRST_COMPLETED)
+        settled = asyncio.ensure_future(self._heartbeats.wait_settled())
+        try:
+            await asyncio.wait({settled, self._stop, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            settled.cancel()
+            await asyncio.gather(settled, return_exceptions=True)
 
     def _all_watchers(self) -> list[asyncio.Task[Any]]:
-        return [*self._watchers, *([self._ray_watcher] if self._ray_watcher is not None else [])]
-
-    async def _wait_for_the_end_of_ray(self) -> str:
-        while True:
-            for death in (process.death() for process in self._ray_processes):
-                if death is not None:
-                    return death
-            await asyncio.sleep(_LOOK_SECS)
+        ray = [self._ray_watcher] if self._ray_watcher is not None else []
+        return [*self._watchers, self._silence, *ray]
 
 
 async def _await_ref(awaitable: Awaitable[Any]) -> Any:
@@ -138,3 +155,12 @@ async def _ping_forever(actor: ActorHandle) -> None:
 def original_error(error: BaseException | None) -> BaseException | None:
     """The exception that the actor's method raised, without Ray's wrapping."""
     return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+
+
+def how_it_died(ray_says: str, killed_by: str | None) -> str:
+    """How an actor's process ended: by what Ray has done or seen, else by the signal, where one is known."""
+    if "due to the node running low on memory" in ray_says or "NODE_OUT_OF_MEMORY" in ray_says:
+        return "was killed by Ray, for its node ran low on memory"
+    if "its node has died" in ray_says:
+        return "died with its node"
+    return f"was killed by {killed_by}" if killed_by else "died"

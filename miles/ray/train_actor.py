@@ -10,6 +10,7 @@ import ray
 
 from miles.backends.sglang_utils.launch import nccl_environment
 from miles.ray.own_gpus import see_own_gpus_only
+from miles.utils.heartbeat import start_heart
 from miles.utils.http_utils import find_available_port, get_host_info
 from miles.utils.logging_utils import redirect_output
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from miles.ray.rollout.rollout_manager import Box
+    from miles.utils.heartbeat import Heart
 
 
 class TrainActor:
@@ -78,6 +80,10 @@ class TrainActor:
 
     def ping(self) -> None:
         """Answers when the calls before it are done: its failure tells that the actor died."""
+
+    def heart(self) -> Heart:
+        """Begin to answer, beside whatever call there is, whether this process runs; returns where."""
+        return start_heart()
 
     def pid(self) -> int:
         return os.getpid()

@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from miles.ray.cluster import num_trainers
+from miles.ray.supervisor import original_error
 from miles.ray.train_actor import TrainActor
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Awaitable, Sequence
 
     from miles.ray.placement_group import Bundles
     from miles.ray.rollout.rollout_manager import Box
     from miles.ray.supervisor import Supervisor
+
+# Ranks that wait for the same one give up within moments of each other.
+_GRACE_SECS = 5.0
 
 
 class TrainGroup:
@@ -33,7 +38,9 @@ class TrainGroup:
 
     def watch(self, supervisor: Supervisor) -> None:
         for rank, actor in enumerate(self.actors):
-            supervisor.watch(f"trainer-{rank}", actor, self._logs / f"trainer-{rank}.log", endless=False)
+            name, log = f"trainer-{rank}", self._logs / f"trainer-{rank}.log"
+            supervisor.listen(name, actor, log)
+            supervisor.watch(name, actor, log, endless=False)
 
     async def init(self, checkpoint: str | None) -> int:
         """Build every rank from this checkpoint set (None: the initial weights); returns the rollout to start with."""
@@ -73,4 +80,34 @@ class TrainGroup:
         await self._call("close")
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(getattr(actor, method).remote(*args) for actor in self.actors))
+        return await of_all_ranks([getattr(actor, method).remote(*args) for actor in self.actors])
+
+
+async def of_all_ranks(calls: Sequence[Awaitable[Any]], *, grace_secs: float = _GRACE_SECS) -> list[Any]:
+    """What each rank returns. Raises the first failure. Where that is the timeout of a collective, a note on it names
+    the ranks that have not failed: the others have waited for them."""
+    tasks = [asyncio.ensure_future(_result(call)) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except Exception as error:
+        cause = original_error(error)
+        if cause is not None and is_collective_timeout(cause):
+            await asyncio.wait(tasks, timeout=grace_secs)
+            for rank in (rank for rank, task in enumerate(tasks) if not task.done()):
+                cause.add_note(f"trainer-{rank} has not failed: the others have most likely waited for it; see its log")
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def is_collective_timeout(error: BaseException) -> bool:
+    """Whether this is what gloo or NCCL raise in a rank that has waited for another one in vain."""
+    text = str(error).lower()
+    in_vain = "timed out" in text and ("gloo" in text or "nccl" in text)
+    return isinstance(error, RuntimeError) and (in_vain or "application timeout caused pair closure" in text)
+
+
+async def _result(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from miles.utils import owned_process
+from miles.utils.process_state import how_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,6 +55,11 @@ class ChildProcess:
     @property
     def is_running(self) -> bool:
         return self._popen.poll() is None
+
+    def silence(self, what: str) -> ProcessDied:
+        """The error that tells that it lives and does nothing."""
+        how = how_stopped(self.pid) or "it hangs"
+        return ProcessDied(f"{self.name} (pid {self.pid}) {what}: {how}; see {self.log_path}{log_tail(self.log_path)}")
 
     def listens_on(self, port: int) -> bool:
         """Whether this process, or one that it started, is who answers at TCP port `port` of this machine."""

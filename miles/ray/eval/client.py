@@ -1,4 +1,7 @@
-"""The driver's end of the evaluation actor: an actor that dies costs one evaluation, the next one gets a new actor."""
+"""The driver's end of the evaluation actor: an actor that dies costs one evaluation, the next one gets a new actor.
+
+One that lives and does not answer for --heartbeat-timeout-secs is killed: the run's end would wait for it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from ray.exceptions import RayActorError
 
 from miles.ray.eval.manager import EvalManager
 from miles.ray.eval.types import EvalOutcome
+from miles.ray.heartbeats import Heartbeats
+from miles.ray.silence import DEFAULT_LIMIT_SECS
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -32,6 +37,8 @@ class EvalClient:
         self._args = args
         self._bundles = bundles
         self._actor: ActorHandle | None = None
+        self._hearts: Heartbeats | None = None
+        self._log = Path(args.run_dir) / "logs" / "eval_manager.log"
         self._starting = asyncio.Lock()
 
     async def start(self) -> dict[str, int]:
@@ -42,26 +49,54 @@ class EvalClient:
         except BaseException:
             ray.kill(actor)
             raise
-        self._actor = actor
+        await self._listen_to(actor)
         return pids
+
+    async def _listen_to(self, actor: ActorHandle) -> None:
+        await self._stop_listening()
+        self._actor = actor
+        self._hearts = Heartbeats(getattr(self._args, "heartbeat_timeout_secs", DEFAULT_LIMIT_SECS))
+        self._hearts.listen("eval_manager", _result(actor.heart.remote()), self._log)
+
+    async def _stop_listening(self) -> None:
+        if self._hearts is not None:
+            await self._hearts.close()
 
     async def evaluate(self, rollout_id: int, hf_dir: str, version: str) -> EvalOutcome:
         async with self._starting:
             if self._actor is None:
                 await self.start()
             actor = self._actor
-        assert actor is not None, "start makes one or raises"
+        assert actor is not None and self._hearts is not None, "start makes both or raises"
+        call = asyncio.ensure_future(_result(actor.evaluate.remote(rollout_id, hf_dir, version)))
+        lost = asyncio.ensure_future(self._hearts.wait_lost())
         try:
-            outcome: EvalOutcome = await actor.evaluate.remote(rollout_id, hf_dir, version)
+            await asyncio.wait({call, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                self._drop(actor)
+                ray.kill(actor)
+                return EvalOutcome(skipped="crashed", message=lost.result())
+            outcome: EvalOutcome = call.result()
         except RayActorError as error:
-            if self._actor is actor:  # else somebody else has replaced it already
-                self._actor = None
+            self._drop(actor)
             logger.info("the evaluation actor died: %s", error)
-            log = Path(self._args.run_dir) / "logs" / "eval_manager.log"
-            return EvalOutcome(skipped="crashed", message=f"the evaluation actor died; see {log}")
+            return EvalOutcome(skipped="crashed", message=f"the evaluation actor died; see {self._log}")
+        finally:
+            for task in (call, lost):
+                task.cancel()
+            await asyncio.gather(call, lost, return_exceptions=True)
         return outcome
 
+    def _drop(self, actor: ActorHandle) -> None:
+        if self._actor is actor:  # else somebody else has replaced it already
+            self._actor = None
+
     async def close(self) -> None:
+        await self._stop_listening()
         actor, self._actor = self._actor, None
         if actor is not None:
             await actor.dispose.remote()
+
+
+async def _result(ref: Any) -> Any:
+    return await ref

@@ -21,6 +21,7 @@ from miles.rollout.checkpoint_eval import EvalSkipped
 from miles.rollout.inference_rollout.compatibility import load_rollout_function
 from miles.utils.arguments import resolve_rollout_function_paths
 from miles.utils.async_utils import close_async_loop, run
+from miles.utils.heartbeat import start_heart
 from miles.utils.http_utils import close_http_client, init_http_client
 from miles.utils.logging_utils import redirect_output
 from miles.utils.misc import load_function
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from miles.ray.placement_group import Bundles
+    from miles.utils.heartbeat import Heart
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,10 @@ class EvalManager:
         no_data: Any = NoDataSource()
         self._eval_fn = load_rollout_function(RolloutFnConstructorInput(args=args, data_source=no_data), path)
         self._log_eval = load_function(args.custom_eval_rollout_log_function_path)
+
+    async def heart(self) -> Heart:
+        """Begin to answer, beside whatever call there is, whether this process runs; returns where."""
+        return start_heart()
 
     async def evaluate(self, rollout_id: int, hf_dir: str, version: str) -> EvalOutcome:
         """Evaluate the checkpoint in `hf_dir`, whose weights are named `version`."""

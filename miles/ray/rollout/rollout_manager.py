@@ -45,6 +45,7 @@ from miles.rollout.eval_flags import eval_way
 from miles.rollout.inference_rollout.compatibility import call_rollout_function, load_rollout_function
 from miles.utils.arguments import resolve_rollout_function_paths
 from miles.utils.async_utils import close_async_loop, get_async_loop, run
+from miles.utils.heartbeat import start_heart
 from miles.utils.http_utils import close_http_client, init_http_client
 from miles.utils.logging_utils import redirect_output
 from miles.utils.misc import load_function
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from miles.ray.placement_group import Bundles
     from miles.ray.rollout.engine_states import EngineRef, FleetView
     from miles.rollout.data_source import DataSource
+    from miles.utils.heartbeat import Heart
     from miles.utils.timeline import Interval
     from miles.utils.trace import GroupPhase, SampleSpan
     from miles.utils.types import Sample
@@ -249,6 +251,10 @@ class RolloutManager:
             await asyncio.to_thread(self._state.load, Path(checkpoint))
         else:
             await asyncio.to_thread(self._state.load_data_source, rollout_id)
+
+    async def heart(self) -> Heart:
+        """Begin to answer, beside whatever call there is, whether this process runs; returns where."""
+        return start_heart()
 
     async def pids(self) -> dict[str, int]:
         """Process ids of the manager, the router, and each engine's actor and server."""

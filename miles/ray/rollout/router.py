@@ -16,6 +16,7 @@ import aiohttp
 
 from miles.backends.sglang_utils.flags import router_command_flags
 from miles.ray.rollout.server_start import START_ATTEMPTS, Launched, start_server
+from miles.ray.silence import DEFAULT_LIMIT_SECS, Silence
 from miles.utils.http_utils import HttpRequestError, find_available_port, get_host_info, wait_http_ok
 from miles.utils.network import url_host
 from miles.utils.processes import ChildProcess, ProcessDied
@@ -27,8 +28,7 @@ _REGISTRATION_TIMEOUT_SECS = 60
 _REGISTRATION_POLL_SECS = 0.05
 _START_SECS = 180.0
 _EXTERNAL_START_SECS = 60.0
-_PROBE_INTERVAL_SECS = 10.0
-_PROBES_UNTIL_DEAD = 3
+_EXTERNAL_SILENT_SECS = 30.0
 _STOP_SECS = 3.0
 
 # What the router asks an engine to see whether it lives. An SGLang that is paused does not answer /health for 20 s and
@@ -66,6 +66,19 @@ class RouterClient:
         """Every engine that is registered, healthy or not."""
         async with aiohttp.ClientSession(self.url) as session:
             return {worker["url"] for worker in await _workers(session)}
+
+    async def wait_silent(self, limit_secs: float) -> None:
+        """Return once it has been asked for so long, and has not answered."""
+        clock, silence = asyncio.get_running_loop().time, Silence(limit_secs)
+        silence.begin(self.url, clock(), was_heard=True)
+        while not silence.lost():
+            began, heard = clock(), False
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with asyncio.timeout(silence.look_secs):
+                    await self.engine_urls()
+                heard = True
+            silence.learn(self.url, heard=heard, now=clock())
+            await asyncio.sleep(max(0.0, silence.look_secs - (clock() - began)))
 
 
 async def _workers(session: aiohttp.ClientSession) -> list[dict[str, Any]]:
@@ -109,9 +122,23 @@ class Router(RouterClient):
         return Launched(self._process, self.ip, port)
 
     async def watch(self) -> None:
-        """Never returns; raises ProcessDied when the router dies."""
+        """Never returns; raises ProcessDied when the router dies, or lives and does not answer."""
         assert self._process is not None, "watch follows start"
-        raise await self._process.wait_died()
+        limit_secs = getattr(self._args, "heartbeat_timeout_secs", DEFAULT_LIMIT_SECS)
+        died = asyncio.ensure_future(self._process.wait_died())
+        silent = asyncio.ensure_future(self.wait_silent(limit_secs))
+        try:
+            await asyncio.wait({died, silent}, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
+                raise died.result()
+            await silent
+            raise self._process.silence(
+                f"has not answered at {self.url} for {limit_secs:g} s (--heartbeat-timeout-secs)"
+            )
+        finally:
+            died.cancel()
+            silent.cancel()
+            await asyncio.gather(died, silent, return_exceptions=True)
 
     async def stop(self) -> None:
         if self._process is not None:
@@ -147,19 +174,8 @@ class ExternalRouter(RouterClient):
 
     async def watch(self) -> None:
         """Never returns; raises ProcessDied when the router has not answered for half a minute."""
-        failures = 0
-        while True:
-            await asyncio.sleep(_PROBE_INTERVAL_SECS)
-            try:
-                async with asyncio.timeout(_PROBE_INTERVAL_SECS):
-                    await self.engine_urls()
-                failures = 0
-            except (aiohttp.ClientError, TimeoutError) as error:
-                failures += 1
-                if failures >= _PROBES_UNTIL_DEAD:
-                    raise ProcessDied(
-                        f"the external router {self.url} has not answered {failures} times in a row: {error!r}"
-                    ) from error
+        await self.wait_silent(_EXTERNAL_SILENT_SECS)
+        raise ProcessDied(f"the external router {self.url} has not answered for {_EXTERNAL_SILENT_SECS:g} s")
 
     async def stop(self) -> None:
         """Take the run's engines out, where the router still answers."""

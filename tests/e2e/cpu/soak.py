@@ -2,6 +2,8 @@
 
 One round is one epoch in which each kind of process is killed once, in a random order, each at a random moment. With
 `--faults` it is one run with fault tolerance that ends by itself although FAULTS_A_ROUND times an engine gets a fault.
+With `--ends` it is one run for each process whose death, or whose stopping without dying, ends a run: what it says, and
+what it leaves.
 The seed decides everything that the test decides. `results.jsonl` (`faults.jsonl`) gets one line a round, so a soak
 that is stopped goes on where it was; `python -m tests.e2e.cpu.soak --out DIR --table` shows what is there.
 """
@@ -19,23 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from examples.quickstart.prepare import prepare
+from tests.e2e.cpu.ends import ENDS
 from tests.e2e.cpu.engine_faults import KINDS, EngineFault, FaultyEpoch, draw
 from tests.e2e.cpu.kills import MOMENTS, VICTIMS, Epoch, Kill
 from tests.e2e.cpu.runs import Launcher
 
-RESULTS, FAULT_RESULTS = "results.jsonl", "faults.jsonl"
+RESULTS, FAULT_RESULTS, END_RESULTS = "results.jsonl", "faults.jsonl", "ends.jsonl"
 FAULTS_A_ROUND = 4
 RUN_SECS = 400  # a soak may share its machine
 
 
 def main() -> int:
     options = _parse()
-    results = options.out / (FAULT_RESULTS if options.faults else RESULTS)
+    results = options.out / (END_RESULTS if options.ends else FAULT_RESULTS if options.faults else RESULTS)
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.table:
         _soak(options, results)
     rounds = _read(results)
-    print(table_of_faults(rounds) if options.faults else table(rounds))
+    print(table_of_ends(rounds) if options.ends else table_of_faults(rounds) if options.faults else table(rounds))
     failed = [r for r in rounds if r["error"]]
     for r in failed:
         print(f"seed {r['seed']} FAILED: {r['error']}")
@@ -49,6 +52,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=0, help="seed of the first round")
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no round after this time")
     parser.add_argument("--faults", action="store_true", help="faults of engines in runs with --use-fault-tolerance")
+    parser.add_argument("--ends", action="store_true", help="every process that ends a run, killed and stopped")
     parser.add_argument("--table", action="store_true", help="only print the results that are there")
     return parser.parse_args()
 
@@ -63,10 +67,12 @@ def _soak(options: argparse.Namespace, results: Path) -> None:
         if time.monotonic() - started > 60 * options.minutes:
             print(f"{options.minutes:g} minutes are over: seeds from {seed} on were not run; start again to go on")
             return
-        result = (play_faults if options.faults else play)(seed, options.out.resolve(), data)
+        play_round = play_ends if options.ends else play_faults if options.faults else play
+        result = play_round(seed, options.out.resolve(), data)
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
-        print(f"seed {seed}: {result['error'] or 'every prompt once'}, {result['seconds']:.0f} s", flush=True)
+        good = "one message each" if options.ends else "every prompt once"
+        print(f"seed {seed}: {result['error'] or good}, {result['seconds']:.0f} s", flush=True)
 
 
 def play(seed: int, out: Path, data: Path) -> dict[str, Any]:
@@ -109,6 +115,32 @@ def play_faults(seed: int, out: Path, data: Path) -> dict[str, Any]:
         shutil.rmtree(directory)
     seconds = round(time.monotonic() - started, 1)
     return {"seed": seed, "error": error, "seconds": seconds, "faults": [_fault_record(fault) for fault in faults]}
+
+
+def play_ends(seed: int, out: Path, data: Path) -> dict[str, Any]:
+    """One round of ends, in an order that the seed gives. The files of those that failed are kept."""
+    directory = out / f"ends-seed-{seed}"
+    shutil.rmtree(directory, ignore_errors=True)
+    started, errors, passed = time.monotonic(), [], []
+    for number, end in enumerate(random.Random(seed).sample(ENDS, len(ENDS))):
+        place = directory / str(number)
+        place.mkdir(parents=True)
+        try:
+            end.play(Launcher(place, data, timeout_secs=RUN_SECS), place / "checkpoints")
+        except AssertionError as failure:
+            errors.append(f"{end}: {str(failure)[-2000:] or repr(failure)}")
+        else:
+            passed.append(str(end))
+            shutil.rmtree(place)
+    seconds = round(time.monotonic() - started, 1)
+    return {"seed": seed, "error": "\n".join(errors), "seconds": seconds, "ends": passed}
+
+
+def table_of_ends(rounds: list[dict[str, Any]]) -> str:
+    count = Counter(end for r in rounds for end in r["ends"])
+    return "\n".join(
+        ["| end | good |", "|---|---|", *(f"| {end} | {count[end]} |" for end in sorted(set(map(str, ENDS))))]
+    )
 
 
 def _fault_record(fault: EngineFault) -> dict[str, Any]:

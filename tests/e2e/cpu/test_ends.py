@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from miles.utils.checkpoint_set import newest_readable, read_record
+from tests.e2e.cpu.ends import FOREVER, GONE_SECS, IN_CI, End
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.timeout(240), getattr(pytest.mark, "stage-a-cpu")]
 
 SAVE_LAST = ("--save-interval", "100000")
-FOREVER = ("--num-rollout", "100000")
-GONE_SECS = 15
 AGENTS_GONE_SECS = 90
 OURS = ("engine-0", "engine-0-actor", "router", "rollout_manager", "trainer-0")
 
@@ -54,30 +53,11 @@ def test_nothing_of_ours_outlives_a_killed_driver(launcher: Launcher, killed: Ki
     assert not left, f"still there: {[name for name, pid in ours.items() if pid in left]}"
 
 
-@pytest.mark.parametrize(
-    ("victim", "named", "log"),
-    [
-        ("engine-0", "engine-0 (pid {pid}) was killed by SIGKILL", "engine-0.log"),
-        ("router", "router (pid {pid}) was killed by SIGKILL", "router.log"),
-        ("engine-0-actor", "the actor that owns engine-0 died", "engine-0.log"),
-        ("rollout_manager", "rollout_manager (pid {pid}) died", "rollout_manager.log"),
-        ("trainer-0", "trainer-0 (pid {pid}) died", "trainer-0.log"),
-    ],
-)
-def test_a_process_that_dies_ends_the_run_with_its_name_and_its_log(
-    launcher: Launcher, victim: str, named: str, log: str
+@pytest.mark.parametrize("end", IN_CI, ids=str)
+def test_a_process_that_dies_or_stops_ends_the_run_with_its_name_and_its_log(
+    launcher: Launcher, tmp_path: Path, end: End
 ) -> None:
-    run = launcher.start(*FOREVER)
-    run.wait_for_steps(2)
-    pid = run.pids()[victim]
-    run.remember_processes()
-    os.kill(pid, signal.SIGKILL)
-    finished = run.finish(timeout_secs=GONE_SECS + 15)
-    assert finished.exit_code == 1, finished.output
-    message = finished.output[finished.output.index("miles: ") :]
-    assert named.format(pid=pid) in message and str(finished.run_dir / "logs" / log) in message, finished.output
-    assert "Traceback" not in finished.output
-    assert run.survivors(GONE_SECS) == []
+    end.play(launcher, tmp_path / "checkpoints")
 
 
 def test_a_stopped_run_saves_and_the_same_command_with_load_goes_on(launcher: Launcher, tmp_path: Path) -> None:

@@ -13,7 +13,12 @@ from miles.ray.faults import tolerates_engine_faults
 def parse(*argv: str, **others: Any) -> Namespace:
     parser = argparse.ArgumentParser()
     fault_flags.add_flags(parser)
-    defaults = {"sample_max_retries": 3, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 1}
+    defaults = {
+        "sample_max_retries": 3,
+        "rollout_num_gpus": 2,
+        "rollout_num_gpus_per_engine": 1,
+        "distributed_timeout_minutes": 10,
+    }
     return Namespace(**{**vars(parser.parse_args(list(argv))), **defaults, **others})
 
 
@@ -27,6 +32,13 @@ def test_off_by_default_and_on_for_engines() -> None:
     [
         (("--ft-components", "rollout", "train"), {}, "--ft-components train: lost training ranks are not replaced"),
         (("--rollout-health-check-timeout", "0"), {}, "--rollout-health-check-timeout must be greater than 0"),
+        (("--heartbeat-timeout-secs", "0"), {}, "--heartbeat-timeout-secs must be greater than 0, got 0.0"),
+        (("--heartbeat-timeout-secs", "nan"), {}, "--heartbeat-timeout-secs must be greater than 0, got nan"),
+        (
+            ("--heartbeat-timeout-secs", "90"),
+            {"distributed_timeout_minutes": 1},
+            "--heartbeat-timeout-secs 90 must not be above --distributed-timeout-minutes 1: the other ranks",
+        ),
         (("--use-fault-tolerance",), {"sample_max_retries": 0}, "--use-fault-tolerance with --sample-max-retries 0"),
     ],
 )

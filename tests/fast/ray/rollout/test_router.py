@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +15,9 @@ from aiohttp import web
 from miles.ray.rollout.router import ExternalRouter, Router, RouterClient, make_router, router_command
 from miles.utils.http_utils import close_http_client
 from miles.utils.network import find_available_port
-from miles.utils.processes import ProcessDied
+from miles.utils.processes import ChildProcess, ProcessDied
 from tests.fast.ray.rollout.answering_server import answering_server
+from tests.fast.virtual_time import virtual
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -149,3 +154,55 @@ async def test_a_port_that_the_user_has_chosen_is_not_replaced(
     own = own_router(monkeypatch, tmp_path, sglang_router_port=strangers)
     with pytest.raises(ProcessDied, match=rf"router.*port {strangers} was taken|router.*exited with code 1"):
         await own.start()
+
+
+class Deaf:
+    """Stands for the router's answers: none while `silent`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.silent = False
+        monkeypatch.setattr(RouterClient, "engine_urls", lambda client: self._answer())
+
+    async def _answer(self) -> set[str]:
+        if self.silent:
+            await asyncio.get_running_loop().create_future()
+        return set()
+
+
+@virtual
+async def test_a_router_that_lives_and_does_not_answer_is_named_in_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deaf, router = Deaf(monkeypatch), Router(flags(heartbeat_timeout_secs=60.0))
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    router._process = process = ChildProcess("router", sleeper, tmp_path / "router.log")
+    router.url = "http://127.0.0.1:1"
+    watch = asyncio.ensure_future(router.watch())
+    await asyncio.sleep(600.0)
+    assert not watch.done()
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # noqa: ASYNC222 - it has been stopped
+    deaf.silent = True
+    await asyncio.sleep(55.0)
+    assert not watch.done()
+    await asyncio.sleep(15.0)
+    with pytest.raises(ProcessDied, match=r"has not answered at http://127.0.0.1:1 for 60 s .*it is stopped"):
+        await watch
+    process._popen.kill()
+    assert str(await process.wait_died()).startswith(f"router (pid {process.pid}) was killed by SIGKILL")
+
+
+@virtual
+async def test_an_external_router_may_be_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = Deaf(monkeypatch)
+    watch = asyncio.ensure_future(ExternalRouter(flags(sglang_router_port=1)).watch())
+    for _ in range(5):
+        deaf.silent = True
+        await asyncio.sleep(15.0)
+        deaf.silent = False
+        await asyncio.sleep(15.0)
+    assert not watch.done()
+    deaf.silent = True
+    await asyncio.sleep(45.0)
+    with pytest.raises(ProcessDied, match=r"the external router http://127.0.0.1:1 has not answered for 30 s"):
+        await watch
