@@ -57,7 +57,7 @@ class Steps:
         if not name or not goes_on:
             return
         directory = name.format(rollout_id=rollout_id)
-        if directory == name or not Path(directory).exists():
+        if directory == name or not await asyncio.to_thread(Path(directory).exists):
             await self._begin(self._trainers.export_hf(directory))
 
     async def finish(self) -> None:
