@@ -5,8 +5,9 @@
                                    model.safetensors.index.json  digests.json  config.json  tokenizer files
 
 Tensors are cut into files by their order and size alone, so a file holds the same tensors in every version, and one
-whose digest is that of the version before is hard-linked. A version is written under another name and appears by one
-rename: a crash leaves the versions before it as they were. Each is a complete Hugging Face checkpoint.
+whose digest is that of the version before is hard-linked, unless its owner or mode is not that of a new one. A version
+is written under another name and appears by one rename: a crash leaves the versions before it as they were. Each is a
+complete Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,12 +136,26 @@ def _read_digests(directory: Path) -> dict[str, str]:
 
 
 def _linked(source: Path, target: Path) -> bool:
+    """False where `target` must be written: a link keeps owner and mode, which would shut out the engines that a file
+    made now lets in (or let in whom it shuts out)."""
+    target.touch()
+    as_new = _access(target)
+    target.unlink()
     try:
+        if (access := _access(source)) != as_new:
+            logger.info("%s is written anew: %s instead of %s", target.name, as_new, access)
+            return False
         os.link(source, target)
     except OSError as error:  # a file system without hard links, or a file that is gone
         logger.info("%s is written anew: %s", target.name, error)
         return False
     return True
+
+
+def _access(path: Path) -> str:
+    """Who may read and write a file."""
+    found = path.stat()
+    return f"mode {stat.S_IMODE(found.st_mode):04o} of {found.st_uid}:{found.st_gid}"
 
 
 def _write_json(path: Path, content: object) -> None:

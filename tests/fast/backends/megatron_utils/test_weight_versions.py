@@ -50,6 +50,10 @@ def inodes(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in directory.glob("weights-*")}
 
 
+def modes(directory: Path) -> set[str]:
+    return {oct(path.stat().st_mode & 0o777) for path in directory.iterdir()}
+
+
 def test_files_that_did_not_change_are_linked(versions: WeightVersions) -> None:
     first = versions.write(weights(), 1)
     assert versions.bytes_written == 240
@@ -62,6 +66,21 @@ def test_files_that_did_not_change_are_linked(versions: WeightVersions) -> None:
         assert {name: reader[name][0].item() for name in NAMES} == dict.fromkeys(NAMES, 1.0) | {"t2": 2.0}
     with SafetensorsReader(first) as reader:
         assert reader["t2"][0] == 1.0, "a version is never written to again"
+
+
+def test_files_that_other_engines_could_not_read_are_written_anew(versions: WeightVersions) -> None:
+    before = os.umask(0o022)
+    try:
+        first = versions.write(weights(), 1)
+        for file in first.glob("weights-*"):
+            file.chmod(0o600)
+        second = versions.write(weights(), 2)
+        assert versions.bytes_written == 240
+        versions.write(weights(), 3)
+        assert versions.bytes_written == 0, "from then on they are linked again"
+    finally:
+        os.umask(before)
+    assert modes(first) == {"0o600", "0o644"} and modes(second) == {"0o644"}
 
 
 def test_a_version_is_a_checkpoint_of_its_own(versions: WeightVersions) -> None:
