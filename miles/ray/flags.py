@@ -86,6 +86,16 @@ def _add_weight_flags(parser: ArgumentParser) -> None:
         "belongs to one run at a time. None: no files.",
     )
     group.add_argument(
+        "--update-weight-group",
+        type=str,
+        default=None,
+        choices=["own", "shared"],
+        help="own: each engine has a group of its own with trainer rank 0, and what becomes of one within a weight "
+        "update does not reach the others; weights leave rank 0 once for each engine. shared: one group of all, to "
+        "which they are sent once; over NCCL, engines that wait in it for one that dies or hangs are lost with it. "
+        "None: shared over NCCL without --use-fault-tolerance, else own.",
+    )
+    group.add_argument(
         "--update-weight-timeout-secs",
         type=float,
         default=120.0,
@@ -160,5 +170,7 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
     if args.update_weight_disk_dir and args.update_weight_transfer_mode != "disk-delta":
         yield "--update-weight-disk-dir has no effect without --update-weight-transfer-mode disk-delta"
+    if args.update_weight_group and args.update_weight_transfer_mode == "disk-delta":
+        yield "--update-weight-group has no effect with --update-weight-transfer-mode disk-delta"
     if args.ci_disable_weight_update_checker and not args.ci_test:
         yield "--ci-disable-weight-update-checker has no effect without --ci-test"
