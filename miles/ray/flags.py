@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from miles.ray.faults import tolerates_engine_faults
 from miles.utils.flag_rules import require, require_positive
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ def resolve(args: Namespace) -> None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
     if args.ci_test and not args.ci_disable_weight_update_checker and args.rollout_engine == "embedded":
         args.check_weight_update_equal = True
+    if args.update_weight_group is None and tolerates_engine_faults(args):
+        args.update_weight_group = "own"
 
 
 def validate(args: Namespace) -> None:

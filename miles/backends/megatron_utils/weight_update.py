@@ -48,7 +48,6 @@ from miles.backends.megatron_utils.engine_client import (
 from miles.backends.megatron_utils.update_group import UpdateGroup
 from miles.backends.megatron_utils.weight_bracket import PAUSE_MODES, Bracket
 from miles.backends.megatron_utils.wire import LARGE_BYTES, WirePacker
-from miles.ray.faults import tolerates_engine_faults
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -128,13 +127,10 @@ def _backend(args: Namespace) -> str:
 
 
 def _shares_group(args: Namespace, backend: str) -> bool:
-    """As --update-weight-group says; by default one group of all where that is faster and nothing is lost by it: over
-    NCCL, in a run that the first engine which fails ends anyway."""
+    """As --update-weight-group says. None is for a run that the first engine which fails ends anyway: there one group
+    of all loses nothing, and is faster over NCCL."""
     group = getattr(args, "update_weight_group", None)
-    if group is None:
-        goes_on = getattr(args, "use_fault_tolerance", False) and tolerates_engine_faults(args)
-        return backend == "nccl" and not goes_on
-    return bool(group == "shared")
+    return bool(group == "shared" or (group is None and backend == "nccl"))
 
 
 def _engine_dtype(args: Namespace) -> torch.dtype:

@@ -253,22 +253,15 @@ def test_engines_that_wait_on_their_gpus_behind_another_one_are_lost_with_it_and
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "goes_on", "asked", "shares"),
-    [
-        (True, False, None, True),
-        (True, True, None, False),
-        (True, True, "shared", True),
-        (True, False, "own", False),
-        (False, False, None, False),
-        (False, True, "shared", True),
-    ],
+    ("on_gpu", "asked", "shares"),
+    [(True, None, True), (True, "own", False), (False, None, False), (False, "shared", True)],
 )
 def test_engines_share_a_group_where_nothing_is_lost_by_it(
-    on_gpu: bool, goes_on: bool, asked: str | None, shares: bool, monkeypatch: pytest.MonkeyPatch
+    on_gpu: bool, asked: str | None, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run that goes on without an engine asks for "own" ones: see the flag's default in test_arguments_rules.py."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    args = Namespace(use_fault_tolerance=goes_on, ft_components=["rollout"], update_weight_group=asked)
-    updater = WeightUpdater(WeightUpdateConfig.from_args(args))
+    updater = WeightUpdater(WeightUpdateConfig.from_args(Namespace(update_weight_group=asked)))
     updater._engines = [EngineClient(f"http://e{index}", 5.0) for index in range(3)]
     assert len(updater._parts()) == (1 if shares else 3)
 
