@@ -5,6 +5,9 @@
 #   bash tests/run_sglang.sh            everything
 #   bash tests/run_sglang.sh -k pause   further arguments go to pytest
 #
+# Those that share one server run in one process of pytest, the runs that start servers themselves beside it in another
+# (-n0: all in one).
+#
 # miles runs from .venv (see tests/run.sh), the servers from an environment of their own: .venv-sglang, of about 3 GB,
 # made in a few minutes and reused while tests/sglang/requirements.txt is unchanged. MILES_SGLANG_VENV puts it elsewhere,
 # MILES_PYTHON chooses the Python it is made with (3.11 to 3.13), and MILES_SGLANG_TIMEOUT says how many seconds the
@@ -59,7 +62,8 @@ installed=$SECONDS
 export MILES_CONTRACT_ENGINES=embedded,sglang MILES_SGLANG_PYTHON="$venv/bin/python"
 status=0
 timeout --kill-after=20 "${MILES_SGLANG_TIMEOUT:-900}" \
-    "$VENV_PYTHON" -m pytest tests/contracts/test_engine_http.py tests/sglang --durations=10 "$@" || status=$?
+    "$VENV_PYTHON" -m pytest tests/contracts/test_engine_http.py tests/sglang --numprocesses=2 --dist=loadgroup \
+    --durations=10 "$@" || status=$?
 [ "$status" != 124 ] || echo "the tests did not end within ${MILES_SGLANG_TIMEOUT:-900} s" >&2
 echo "SGLang: installation $((installed - started)) s, tests $((SECONDS - installed)) s"
 exit "$status"
