@@ -18,6 +18,15 @@ settings.register_profile("miles", deadline=None)
 settings.load_profile("miles")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what passed tests have recorded to be read: `record_property("shown", text)`."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "shown":
+                terminalreporter.section(report.nodeid)
+                terminalreporter.write_line(text)
+
+
 @pytest.fixture(scope="session")
 def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fast.backends.embedded_engine.tiny import write_model

@@ -4,6 +4,7 @@
 #   bash tests/run.sh                      everything
 #   bash tests/run.sh -k staleness -x      further arguments go to pytest
 #   bash tests/run.sh tests/fast/utils     paths among them replace the default ones
+#   bash tests/run.sh -n 0 --pdb           one after the other in this process, not file by file in two
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -20,4 +21,5 @@ for argument in "$@"; do
         break
     fi
 done
-exec "$VENV_PYTHON" -m pytest "${paths[@]}" "$@"
+# A file stays in one process, with what its tests share. pytest takes the last -n.
+exec "$VENV_PYTHON" -m pytest --numprocesses 2 --dist loadfile "${paths[@]}" "$@"

@@ -434,10 +434,12 @@ def test_a_moment_of_a_thousand_long_groups_costs_the_loop_little(monkeypatch):
         for sample in samples:
             sample.tokens, sample.rollout_log_probs = list(range(1024)), [-0.5] * 1024
         fn.ledger.enter(samples).group = list(samples)
-    costs = []
+    costs, encoding = [], []
     for _ in range(3):
         began = time.thread_time()
         moment = fn.take_moment()
-        costs.append(time.thread_time() - began)
-    assert min(costs) < 0.05, f"{costs} s"
-    assert len(moment.finished) == 1000
+        taken = time.thread_time()
+        assert len(moment.encode()["finished"]) == 1000
+        costs.append(taken - began)
+        encoding.append(time.thread_time() - taken)
+    assert min(costs) < min(encoding) / 4, f"{costs} s on the loop, {encoding} s beside it"

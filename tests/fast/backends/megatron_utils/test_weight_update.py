@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from argparse import Namespace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
@@ -357,11 +356,10 @@ def test_success_false_with_status_200_is_a_refusal(engines: list[FakeEngine], u
 
 def test_a_dead_engine_is_named_at_once(engines: list[FakeEngine], updater_of: Callable[..., Any]) -> None:
     updater, _ = updater_of()
-    updater._engines[1] = EngineClient("http://127.0.0.1:9", 5.0)
-    start = time.monotonic()
+    updater._engines[1] = EngineClient("http://127.0.0.1:9", 300.0)  # longer than the test may take
     with pytest.raises(WeightUpdateError, match=r"127\.0\.0\.1:9 gave no answer to /pause_generation") as error:
         updater.update(weights(), 1)
-    assert error.value.status is None and time.monotonic() - start < 5
+    assert error.value.status is None
 
 
 def test_update_before_connect_is_an_error_of_the_caller() -> None:

@@ -249,10 +249,8 @@ def test_what_becomes_of_an_engine_within_a_bucket_does_not_reach_the_others(fat
         with pytest.raises(WeightUpdateError) as error:
             updater.update([list(piece) for piece in weights], version=1)
         assert error.value.engine_urls == (victim,)
-        start = time.monotonic()
         updater.connect([survivor])
         updater.update([list(piece) for piece in weights], version=1)
-        assert time.monotonic() - start < 4
         updater.close()
 
 
