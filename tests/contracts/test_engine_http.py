@@ -40,17 +40,13 @@ from tests.fast.backends.embedded_engine.tiny import (
     random_weights,
     write_model,
 )
-from tests.sglang.server import ONE_SERVER
 from tests.sglang.server import SELECTED as SGLANG_SELECTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The first test with SGLang waits for its start. All of them in one process, which starts each server once.
-pytestmark = [
-    pytest.mark.timeout(400 if SGLANG_SELECTED else 120),
-    pytest.mark.xdist_group(ONE_SERVER),
-]
+# The first test with SGLang waits for its start.
+pytestmark = pytest.mark.timeout(400 if SGLANG_SELECTED else 120)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = char_ids("52914>")

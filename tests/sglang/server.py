@@ -20,9 +20,6 @@ SELECTED = "sglang" in os.environ.get("MILES_CONTRACT_ENGINES", "").split(",")
 PYTHON = os.environ.get("MILES_SGLANG_PYTHON", sys.executable)
 """What SGLang is installed in."""
 
-ONE_SERVER = "one-sglang-server"
-"""The group of tests that share a server, and so a process of pytest (pytest-xdist's loadgroup)."""
-
 # One thread: with more, the small kernels of a small model wait for each other (20 times slower). Bytecode is written,
 # whatever the environment says: compiling what they import costs each of a server's three processes 11 s.
 ENVIRONMENT = {

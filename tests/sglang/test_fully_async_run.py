@@ -24,7 +24,7 @@ from tests.e2e.cpu.runs import FinishedRun, Launcher, RunningRun
 from tests.fast.backends.embedded_engine.tiny import char_ids, full_forward_logprobs, hugging_face
 from tests.sglang import faulty_scheduler
 from tests.sglang.plugins import gate_path
-from tests.sglang.server import ENVIRONMENT, ONE_SERVER, PYTHON, SELECTED, SERVER_FLAGS
+from tests.sglang.server import ENVIRONMENT, PYTHON, SELECTED, SERVER_FLAGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from tests.sglang.server import SglangServer
 
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not SELECTED, reason="tests/run_sglang.sh runs it, with SGLang installed"),
 ]
 
-OWN_SERVERS = "runs-with-their-own-servers"
 RUN_SECS = 300
 GONE_SECS = 15
 GROUPS, SAMPLES = 4, 4
@@ -127,7 +126,7 @@ def check_steps(finished: FinishedRun) -> None:
     assert steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
-@pytest.mark.xdist_group(OWN_SERVERS)
+@pytest.mark.own_servers
 def test_engines_that_lose_their_schedulers_are_replaced_and_each_prompt_is_trained_exactly_once(
     launcher: Launcher, contract_model: Path, tmp_path: Path
 ) -> None:
@@ -182,7 +181,7 @@ def test_engines_that_lose_their_schedulers_are_replaced_and_each_prompt_is_trai
     assert sorted(prompt for batch in trained for prompt in batch) == sorted(expected)
 
 
-@pytest.mark.xdist_group(OWN_SERVERS)
+@pytest.mark.own_servers
 def test_no_server_outlives_a_driver_that_is_killed_while_its_engine_starts(
     launcher: Launcher, contract_model: Path
 ) -> None:
@@ -197,7 +196,6 @@ def test_no_server_outlives_a_driver_that_is_killed_while_its_engine_starts(
         running.end()
 
 
-@pytest.mark.xdist_group(ONE_SERVER)
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
 def test_a_run_leaves_an_external_engine_with_the_last_weights(
     launcher: Launcher, contract_model: Path, sglang_server: SglangServer, mode: str, tmp_path: Path
@@ -229,7 +227,6 @@ def test_a_run_leaves_an_external_engine_with_the_last_weights(
     assert found != pytest.approx(changed, abs=1e-4), "training moved nothing"
 
 
-@pytest.mark.xdist_group(ONE_SERVER)
 def test_nothing_of_a_server_outlives_it(sglang_server: SglangServer) -> None:
     """The last test: a kill that nothing can react to, as the death of the engine's actor is."""
     server = psutil.Process(sglang_server.process.pid)
