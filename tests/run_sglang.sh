@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs what needs real SGLang, on the CPU: the engines' contract tests, which tests/run.sh runs against the embedded engine
-# (MILES_CONTRACT_ENGINES=embedded,sglang: against both), and fully asynchronous runs with SGLang, sglang-router and gloo
+# Runs what needs real SGLang, on the CPU: the engines' contract tests against SGLang and the embedded engine alike
+# (MILES_CONTRACT_ENGINES=sglang: against SGLang alone), and fully asynchronous runs with SGLang, sglang-router and gloo
 # weight updates in every pause mode.
 #
 #   bash tests/run_sglang.sh            everything
@@ -60,14 +60,11 @@ mkdir -p "$(dirname "$venv")" .cache
 ) 9>.cache/venv-sglang.lock
 installed=$SECONDS
 
-export MILES_CONTRACT_ENGINES="${MILES_CONTRACT_ENGINES:-sglang}" MILES_SGLANG_PYTHON="$venv/bin/python"
+export MILES_CONTRACT_ENGINES="${MILES_CONTRACT_ENGINES:-embedded,sglang}" MILES_SGLANG_PYTHON="$venv/bin/python"
 # Starting a server takes half a minute, most of it on one core: the tests that start their own run beside the others.
 run_tests() { # marker expression, arguments of pytest
-    local status=0
-    timeout --kill-after=20 "$limit" "$VENV_PYTHON" -m pytest tests/contracts/test_engine_http.py tests/sglang \
-        --durations=10 -m "$@" || status=$?
-    [ "$status" != 124 ] || echo "the tests did not end within $limit s" >&2
-    return "$status"
+    exec timeout --kill-after=20 "$limit" "$VENV_PYTHON" -m pytest tests/contracts/test_engine_http.py tests/sglang \
+        --durations=10 -m "$@"
 }
 
 limit=${MILES_SGLANG_TIMEOUT:-900}
@@ -75,10 +72,13 @@ output=$(mktemp)
 own=0 shared=0
 run_tests own_servers "$@" >"$output" 2>&1 &
 pid=$!
-run_tests "not own_servers" "$@" || shared=$?
+trap 'kill "$pid" 2>/dev/null || true; rm -f "$output"' EXIT
+(run_tests "not own_servers" "$@") || shared=$?
 wait "$pid" || own=$?
 cat "$output"
-rm -f "$output"
+for status in "$own" "$shared"; do
+    [ "$status" != 124 ] || echo "the tests did not end within $limit s" >&2
+done
 
 nothing=5 # of all tests that were asked for
 status=$shared
