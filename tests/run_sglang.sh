@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# Runs what needs real SGLang, on the CPU: the engines' contract tests against SGLang and the embedded engine alike, and
-# fully asynchronous runs with SGLang, sglang-router and gloo weight updates in every pause mode.
+# Runs what needs real SGLang, on the CPU: the engines' contract tests against SGLang and the embedded engine alike
+# (MILES_CONTRACT_ENGINES=sglang: against SGLang alone), and fully asynchronous runs with SGLang, sglang-router and gloo
+# weight updates in every pause mode.
 #
 #   bash tests/run_sglang.sh            everything
 #   bash tests/run_sglang.sh -k pause   further arguments go to pytest
+#
+# Tests that share one server run in one process of pytest, and those that start their own beside it in another, whose
+# output comes at the end.
 #
 # miles runs from .venv (see tests/run.sh), the servers from an environment of their own: .venv-sglang, of about 3 GB,
 # made in a few minutes and reused while tests/sglang/requirements.txt is unchanged. MILES_SGLANG_VENV puts it elsewhere,
@@ -56,10 +60,31 @@ mkdir -p "$(dirname "$venv")" .cache
 ) 9>.cache/venv-sglang.lock
 installed=$SECONDS
 
-export MILES_CONTRACT_ENGINES=embedded,sglang MILES_SGLANG_PYTHON="$venv/bin/python"
-status=0
-timeout --kill-after=20 "${MILES_SGLANG_TIMEOUT:-900}" \
-    "$VENV_PYTHON" -m pytest tests/contracts/test_engine_http.py tests/sglang --durations=10 "$@" || status=$?
-[ "$status" != 124 ] || echo "the tests did not end within ${MILES_SGLANG_TIMEOUT:-900} s" >&2
+export MILES_CONTRACT_ENGINES="${MILES_CONTRACT_ENGINES:-embedded,sglang}" MILES_SGLANG_PYTHON="$venv/bin/python"
+# Starting a server takes half a minute, most of it on one core: the tests that start their own run beside the others.
+run_tests() { # marker expression, arguments of pytest
+    exec timeout --kill-after=20 "$limit" "$VENV_PYTHON" -m pytest tests/contracts/test_engine_http.py tests/sglang \
+        --durations=10 -m "$@"
+}
+
+limit=${MILES_SGLANG_TIMEOUT:-900}
+output=$(mktemp)
+own=0 shared=0
+run_tests own_servers "$@" >"$output" 2>&1 &
+pid=$!
+trap 'kill "$pid" 2>/dev/null || true; rm -f "$output"' EXIT
+(run_tests "not own_servers" "$@") || shared=$?
+wait "$pid" || own=$?
+cat "$output"
+for status in "$own" "$shared"; do
+    [ "$status" != 124 ] || echo "the tests did not end within $limit s" >&2
+done
+
+nothing=5 # of all tests that were asked for
+status=$shared
+if [ "$status" = 0 ] || { [ "$status" = "$nothing" ] && [ "$own" = 0 ]; }; then
+    status=$own
+    [ "$own" != "$nothing" ] || [ "$shared" = "$nothing" ] || status=0
+fi
 echo "SGLang: installation $((installed - started)) s, tests $((SECONDS - installed)) s"
 exit "$status"

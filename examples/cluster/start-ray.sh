@@ -5,6 +5,8 @@
 #   RAY_HEAD=10.0.0.1 bash start-ray.sh worker    on every other node; stays in the foreground
 #   RAY_HEAD=10.0.0.1 bash start-ray.sh wait 4    anywhere: until 4 nodes are there, at most WAIT_SECS (default 600)
 #
+# Further arguments of head and worker go to `ray start`: --num-cpus, --temp-dir, ports.
+#
 #   RAY_HEAD       address of the first node, as the others reach it
 #   RAY_PORT       port of Ray's head process (default 6379); DASHBOARD_PORT: of jobs and dashboard (default 8265)
 #   MILES_HOST_IP  address under which other nodes reach this one (default: the one on the route to RAY_HEAD)
@@ -35,6 +37,7 @@ ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
 
 options=(--disable-usage-stats --block)
 [ -n "${NUM_GPUS:-}" ] && options+=(--num-gpus="$NUM_GPUS")
+options+=("${@:2}")
 
 case $mode in
 head)

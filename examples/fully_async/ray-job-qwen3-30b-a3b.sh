@@ -22,13 +22,15 @@ TRAIN_NODES=${TRAIN_NODES:-2}
 ROLLOUT_NODES=${ROLLOUT_NODES:-2}
 
 # What every process of the run has in its environment, the driver and Ray's workers on all nodes alike. Without the
-# first one --fully-async is refused. MILES_HOST_IP is not among them: it differs by node, see docs/user-guide/cluster.md.
+# first one --fully-async is refused. RAY_JOB_STOP_WAIT_TIME_S is how long `ray job stop` waits before it kills the driver;
+# Ray's own 3 seconds are too few for the step under way and a checkpoint. MILES_HOST_IP is not among them: it differs by node, see docs/user-guide/cluster.md.
 runtime_env=$(cat <<JSON
 {
   "env_vars": {
     "MILES_EXPERIMENTAL_ROLLOUT_REFACTOR": "1",
     "PYTHONPATH": "$CHECKOUT",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1"
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "RAY_JOB_STOP_WAIT_TIME_S": "20"
   }
 }
 JSON

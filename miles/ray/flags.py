@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from miles.ray.faults import tolerates_engine_faults
 from miles.utils.flag_rules import require, require_positive
 
 if TYPE_CHECKING:
@@ -86,6 +87,16 @@ def _add_weight_flags(parser: ArgumentParser) -> None:
         "belongs to one run at a time. None: no files.",
     )
     group.add_argument(
+        "--update-weight-group",
+        type=str,
+        default=None,
+        choices=["own", "shared"],
+        help="own: each engine has a group of its own with trainer rank 0, and what becomes of one within a weight "
+        "update does not reach the others; weights leave rank 0 once for each engine. shared: one group of all, to "
+        "which they are sent once; over NCCL, engines that wait in it for one that dies or hangs are lost with it. "
+        "None: shared over NCCL without --use-fault-tolerance, else own.",
+    )
+    group.add_argument(
         "--update-weight-timeout-secs",
         type=float,
         default=120.0,
@@ -106,6 +117,8 @@ def resolve(args: Namespace) -> None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
     if args.ci_test and not args.ci_disable_weight_update_checker and args.rollout_engine == "embedded":
         args.check_weight_update_equal = True
+    if args.update_weight_group is None and tolerates_engine_faults(args):
+        args.update_weight_group = "own"
 
 
 def validate(args: Namespace) -> None:
@@ -160,5 +173,7 @@ def warnings(args: Namespace, given: frozenset[str]) -> Iterator[str]:
     """Legal values that have no effect, given the other flags."""
     if args.update_weight_disk_dir and args.update_weight_transfer_mode != "disk-delta":
         yield "--update-weight-disk-dir has no effect without --update-weight-transfer-mode disk-delta"
+    if args.update_weight_group and args.update_weight_transfer_mode == "disk-delta":
+        yield "--update-weight-group has no effect with --update-weight-transfer-mode disk-delta"
     if args.ci_disable_weight_update_checker and not args.ci_test:
         yield "--ci-disable-weight-update-checker has no effect without --ci-test"

@@ -99,6 +99,7 @@ class Run:
         try:
             self._tracker = Tracker(self.args, self.run_dir)
             self._cluster.connect()
+            self._listen_for_stop()  # again: Ray has put a handler before ours that prints a stack at each SIGTERM
             self._supervisor.watch_ray(own_ray_processes(), joined_gcs_address())
             await self._start_actors()
         except BaseException:

@@ -12,6 +12,7 @@ Pure: the same metrics give the same sentence. A share counts from `NOTICEABLE` 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ LONG_STANDSTILL_SECS = 1.0
 SHOW_EVERY = 10
 """Steps after which the console shows the sentence again, changed or not."""
 
-CHANGED_FOR = 3
+CHANGED_FOR = 5
 """Steps in a row that must agree on something new before the console shows it out of turn."""
 
 
@@ -249,10 +250,14 @@ def _fresher(s: Shares) -> str:
 
 
 class BottleneckWatch:
-    """Logs every step's sentence, and decides which are shown: the first, then one after `SHOW_EVERY` steps, or earlier
-    where a change has lasted."""
+    """Logs every step's sentence, and shows that of several steps together: of the last `SHOW_EVERY`, or earlier of
+    those that agree on a change that has lasted. The first step's is shown by itself.
+
+    Where steps lie close to a limit their own sentences alternate; what they say together does not.
+    """
 
     def __init__(self) -> None:
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=SHOW_EVERY)
         self._shown: Diagnosis | None = None
         self._steps_since = 0
         self._other: tuple[str, str] | None = None
@@ -265,15 +270,22 @@ class BottleneckWatch:
             return None
         logger.info("step %d: %s", rollout_id + 1, diagnosis.sentence)
         self._steps_since += 1
+        self._recent.append(metrics)
         now = (diagnosis.side, diagnosis.cause)
         self._other_for = self._other_for + 1 if now == self._other else 1
         self._other = now
-        if self._shown is not None:
-            changed = now != (self._shown.side, self._shown.cause) and self._other_for >= CHANGED_FOR
-            if not changed and self._steps_since < SHOW_EVERY:
-                return None
-        self._shown, self._steps_since = diagnosis, 0
-        return diagnosis.sentence
+        if self._shown is None:
+            return self._show(1)
+        if self._steps_since >= SHOW_EVERY:
+            return self._show(SHOW_EVERY)
+        if now != (self._shown.side, self._shown.cause) and self._other_for >= CHANGED_FOR:
+            return self._show(CHANGED_FOR)
+        return None
+
+    def _show(self, steps: int) -> str:
+        self._shown, self._steps_since = diagnose(combined(list(self._recent)[-steps:])), 0
+        assert self._shown is not None
+        return self._shown.sentence if steps == 1 else f"last {steps} steps: {self._shown.sentence}"
 
 
 def combined(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

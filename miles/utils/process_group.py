@@ -6,7 +6,9 @@ The trainer is rank 0 and hosts the store; engine ranks follow. The rendezvous i
 
 from __future__ import annotations
 
+import os
 import socket
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -15,12 +17,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed import ProcessGroup
 
 
 _NCCL_TIMEOUT = timedelta(hours=1)
 """NCCL ends the whole process when an operation takes longer than this. So it is out of the way: who waits for one of
 these groups has a timeout of its own, and can blame an engine and go on."""
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_IGNORED = "0"
 
 
 def init_process_group(
@@ -47,17 +53,33 @@ def init_process_group(
         raise ValueError(f"init_method must be tcp://host:port, got {init_method!r}")
     if store is None:
         store = connect_store(address.hostname, address.port, rank=rank, world_size=world_size, timeout=timeout)
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        backend,
-        dist.PrefixStore(group_name, store),
-        group_name=group_name,  # type: ignore[arg-type]
-        timeout=_NCCL_TIMEOUT if backend == "nccl" else timeout,
-    )
+    with _nccl_errors_left_to_the_caller():
+        group, _ = c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            backend,
+            dist.PrefixStore(group_name, store),
+            group_name=group_name,  # type: ignore[arg-type]
+            timeout=_NCCL_TIMEOUT if backend == "nccl" else timeout,
+        )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+@contextmanager
+def _nccl_errors_left_to_the_caller() -> Iterator[None]:
+    """torch's watchdog ends the process when NCCL reports an error, such as a member that died, too. A group made in
+    here reports it to whoever waits for its operations instead. A group looks at the environment when it is made."""
+    before = os.environ.get(_NCCL_ERRORS)
+    os.environ[_NCCL_ERRORS] = _IGNORED
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NCCL_ERRORS]
+        else:
+            os.environ[_NCCL_ERRORS] = before
 
 
 def connect_store(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

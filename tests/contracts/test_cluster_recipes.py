@@ -191,6 +191,7 @@ class TestKubernetes:
         env_vars = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
         assert all(isinstance(value, str) for value in env_vars.values())
         assert "MILES_HOST_IP" not in env_vars
+        assert env_vars["RAY_JOB_STOP_WAIT_TIME_S"] == "20", "as in the script"
         check_runtime_env(Namespace(fully_async=True), env_vars)
 
     def test_each_pod_knows_its_own_address(self, pods: dict[str, dict[str, Any]]) -> None:

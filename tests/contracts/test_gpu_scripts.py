@@ -140,6 +140,7 @@ def test_the_multi_node_job(shims: Shims, places: dict[str, str], verdict_on) ->
     assert env_vars[VARIABLE] == "1"
     assert all(isinstance(value, str) for value in env_vars.values())  # Ray refuses numbers
     assert "MILES_HOST_IP" not in env_vars  # it would be the same on all nodes
+    assert int(env_vars["RAY_JOB_STOP_WAIT_TIME_S"]) > 15  # the processes of a run that is stopped are gone by then
     entrypoint = submitted.argv[submitted.argv.index("--") + 1 :]
     assert entrypoint[:2] == ["python", str(EXAMPLES / "run_qwen3_30b_a3b_fully_async.py")]
     launch, print_only, further = parse(entrypoint[2:])

@@ -1,6 +1,6 @@
 """Fully asynchronous runs with real SGLang, sglang-router and gloo weight updates in each pause mode.
 
-One run starts its engines itself and loses one of them on the way, another one is killed while its engine starts. The
+One run starts its engines itself and loses both of them on the way, another one is killed while its engine starts. The
 others use the server of the contract tests as an external engine, which saves two starts of a minute each, and shows
 after the run what weights it was left with.
 """
@@ -22,24 +22,27 @@ import torch
 from tests.e2e.cpu.kills import record_of
 from tests.e2e.cpu.runs import FinishedRun, Launcher, RunningRun
 from tests.fast.backends.embedded_engine.tiny import char_ids, full_forward_logprobs, hugging_face
+from tests.sglang import faulty_scheduler
 from tests.sglang.plugins import gate_path
 from tests.sglang.server import ENVIRONMENT, PYTHON, SELECTED, SERVER_FLAGS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from tests.sglang.server import SglangServer
 
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not SELECTED, reason="tests/run_sglang.sh runs it, with SGLang installed"),
 ]
 
 RUN_SECS = 300
 GONE_SECS = 15
 GROUPS, SAMPLES = 4, 4
-STEPS = 8
+STEPS = 12
+SMALL_BUCKET = 20_000
+"""Bytes, a fraction of the model."""
 OWN_ENGINES = (
     *("--sglang-" + word.removeprefix("--") if word.startswith("--") else word for word in SERVER_FLAGS),
     "--sglang-python",
@@ -62,7 +65,7 @@ def _sglang_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def start(launcher: Launcher, model: Path, *flags: str) -> RunningRun:
+def start(launcher: Launcher, model: Path, *flags: str, environment: Mapping[str, str] | None = None) -> RunningRun:
     """Three rollouts of 4 groups of 4 samples, which are as long as they may be, unless flags say otherwise."""
 
     def all_flags(runs_dir: Path) -> list[str]:
@@ -84,7 +87,7 @@ def start(launcher: Launcher, model: Path, *flags: str) -> RunningRun:
         }
         return ["--fully-async", *(str(word) for option in options.items() for word in option), *flags]
 
-    return launcher.start_as(all_flags)
+    return launcher.start_as(all_flags, environment=environment)
 
 
 def end_of(running: RunningRun) -> FinishedRun:
@@ -123,42 +126,53 @@ def check_steps(finished: FinishedRun) -> None:
     assert steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
 
 
-def test_an_engine_that_loses_its_scheduler_is_replaced_and_each_prompt_is_trained_exactly_once(
+@pytest.mark.own_servers
+def test_engines_that_lose_their_schedulers_are_replaced_and_each_prompt_is_trained_exactly_once(
     launcher: Launcher, contract_model: Path, tmp_path: Path
 ) -> None:
-    """Its HTTP process is there still: SGLang notices the death a second later, and ends."""
-    save, prompts = tmp_path / "save", launcher.data / "prompts.jsonl"
+    """One while it generates, the other within a bucket of a weight update, of which the first one holds a half then.
+
+    The HTTP process is there still: SGLang notices the death a second later, and ends.
+    """
+    save, prompts, faults = tmp_path / "save", launcher.data / "prompts.jsonl", tmp_path / "faults"
     running = start(
         launcher,
         contract_model,
         *(*OWN_ENGINES, "--rollout-num-gpus", "2", "--pause-generation-mode", "retract"),
+        *("--update-weight-buffer-size", str(SMALL_BUCKET)),
         # An engine that served before it had weights would have a version that is no number, which ends the run.
         *("--use-fault-tolerance", "--max-weight-staleness", "1000", "--strict-weight-versions", "--save", str(save)),
         *("--num-rollout", str(STEPS), "--prompt-data", f"{prompts}@[0:{STEPS * GROUPS}]"),
         *("--data-source-path", "tests.e2e.cpu.resume_plugins.OneEpoch", "--async-data-buffer-capacity-factor", "1"),
         *("--custom-generate-function-path", "tests.sglang.plugins.generate_long_behind_a_gate"),
         *("--custom-megatron-before-train-step-hook-path", "tests.e2e.cpu.resume_plugins.record_forward_passes"),
+        environment=faulty_scheduler.environment(faults),
     )
     try:
         running.wait_for_steps(1)
         running.remember_processes()
-        server = psutil.Process(running.pids()["engine-1"])
-        scheduler = process_named("sglang::scheduler", server)
+        server = server_of(running, "engine-1")
         wait_until(lambda: requests_at(server) > 0)
         gate_path(save).touch()  # what begins from here on, waits until the engine is there again
-        scheduler.kill()
-        wait_until(lambda: running.pids()["engine-1"] != server.pid)
-        running.remember_processes()
+        process_named("sglang::scheduler", server).kill()
+        wait_until_replaced(running, "engine-1", server)
+        server = server_of(running, "engine-0")
+        faulty_scheduler.order(faults, server.pid, buckets=2)
+        gate_path(save).unlink()
+        wait_until(lambda: faulty_scheduler.has_died(faults, server.pid))
+        gate_path(save).touch()
+        wait_until_replaced(running, "engine-0", server)
         gate_path(save).unlink()
         finished = end_of(running)
     except BaseException:
         running.end()
         raise
-    assert "engine-1 has the current weights and serves again" in finished.output
-    log = (finished.run_dir / "logs" / "engine-1.log").read_text(errors="replace")
-    assert log.split("crashed with exit code")[-1].count("POST /generate") > SAMPLES, "it serves little"
+    for name in ("engine-0", "engine-1"):
+        assert f"{name} has the current weights and serves again" in finished.output
+        log = (finished.run_dir / "logs" / f"{name}.log").read_text(errors="replace")
+        assert log.split("crashed with exit code")[-1].count("POST /generate") > SAMPLES, f"{name} serves little"
     assert len(finished.steps()) == STEPS
-    assert finished.sum_of("rollout/engine_restarts") == 1
+    assert finished.sum_of("rollout/engine_restarts") == 2
     assert finished.sum_of("rollout/fully_async/aborted_groups_recycled") == 0
     assert finished.steps()[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
     trained = [Counter(batch) for _, batch in sorted(record_of(save, finished.run_dir.name).items())]
@@ -167,6 +181,7 @@ def test_an_engine_that_loses_its_scheduler_is_replaced_and_each_prompt_is_train
     assert sorted(prompt for batch in trained for prompt in batch) == sorted(expected)
 
 
+@pytest.mark.own_servers
 def test_no_server_outlives_a_driver_that_is_killed_while_its_engine_starts(
     launcher: Launcher, contract_model: Path
 ) -> None:
@@ -223,16 +238,31 @@ def test_nothing_of_a_server_outlives_it(sglang_server: SglangServer) -> None:
     assert alive == []
 
 
+def server_of(running: RunningRun, engine: str) -> psutil.Process:
+    return psutil.Process(running.pids()[engine])
+
+
 def process_named(name: str, server: psutil.Process) -> psutil.Process:
     (found,) = [process for process in server.children(recursive=True) if process.cmdline()[0] == name]
     return found
 
 
+def wait_until_replaced(running: RunningRun, engine: str, server: psutil.Process) -> None:
+    """Until another server is there in this one's place and has weights of the trainer's."""
+    wait_until(lambda: running.pids()[engine] != server.pid)
+    running.remember_processes()
+    wait_until(lambda: str(ask(server_of(running, engine), "/model_info")["weight_version"]).isdecimal())
+
+
 def requests_at(server: psutil.Process) -> int:
     """How many requests the server is generating answers to."""
+    return sum(int(load["num_running_reqs"]) for load in ask(server, "/v1/loads")["loads"])
+
+
+def ask(server: psutil.Process, path: str) -> Any:
     words = server.cmdline()
-    with urllib.request.urlopen(f"http://127.0.0.1:{words[words.index('--port') + 1]}/v1/loads", timeout=60) as answer:
-        return sum(int(load["num_running_reqs"]) for load in json.load(answer)["loads"])
+    with urllib.request.urlopen(f"http://127.0.0.1:{words[words.index('--port') + 1]}{path}", timeout=60) as answer:
+        return json.load(answer)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -157,11 +157,18 @@ def silent_engines(engines: Sequence[EngineClient]) -> list[EngineClient]:
 
 
 def raise_blamed_on(
-    silent: Sequence[EngineClient], error: Exception | None = None, question: str = "/model_info"
+    culprits: Sequence[EngineClient],
+    error: Exception | None = None,
+    *,
+    question: str = "/model_info",
+    what: str = "no sign of life",
 ) -> NoReturn:
-    """Raise `error` so that it names the engines that were silent at `question`, not those that failed behind them."""
-    urls = tuple(engine.url for engine in silent)
+    """Raise `error` so that it names the engines at fault, not those that failed behind them.
+
+    `question` is the call to which they gave no answer, and `what` says in words what is wrong with them.
+    """
+    urls = tuple(engine.url for engine in culprits)
     if isinstance(error, WeightUpdateError) and error.engine_url in urls:
         raise error.naming(urls)
     seen = f"; seen as: {error}" if error is not None else ""
-    raise WeightUpdateError(urls[0], question, None, f"no sign of life{seen}").naming(urls) from error
+    raise WeightUpdateError(urls[0], question, None, f"{what}{seen}").naming(urls) from error

@@ -7,11 +7,11 @@ fails at once instead of after its own timeout.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
 import socket
+import time
 from concurrent.futures import wait
 from datetime import timedelta
 from itertools import count
@@ -36,15 +36,28 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECS = 2.0
 _END_SECS = 5.0
 _LEAVE_SECS = 5.0
+_POLL_SECS = 0.001
 _group_numbers = count()
 
 
 class UpdateGroup:
     """A formed group. `leave` it once it is of no use any more; it cannot be used again."""
 
-    def __init__(self, name: str, engines: Sequence[EngineClient], store: dist.Store, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        name: str,
+        engines: Sequence[EngineClient],
+        store: dist.Store,
+        group: ProcessGroup,
+        *,
+        backend: str = "gloo",
+        timeout_secs: float = 60.0,
+    ) -> None:
+        """`timeout_secs`: for the broadcasts of one bucket."""
         self.name = name
         self.engines = list(engines)
+        self._backend = backend
+        self._timeout_secs = timeout_secs
         self._store: dist.Store | None = store
         self._group: ProcessGroup | None = group
         self._broadcasts: list[Any] = []
@@ -88,22 +101,29 @@ class UpdateGroup:
             tell_all(_answered(engines, joins), "/destroy_weights_update_group", {"group_name": name})
             raise
         assert store is not None
-        return UpdateGroup(name, engines, store, group)
+        return UpdateGroup(name, engines, store, group, backend=backend, timeout_secs=timeout_secs)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; `wait_until_sent` ends it."""
         self._broadcasts = [dist.broadcast(t, group_src=0, group=self._group, async_op=True) for t in tensors]
 
     def wait_until_sent(self) -> None:
-        if not all(work.is_completed() for work in self._broadcasts):  # they mostly are once the engines have answered
-            results([spawn(_wait_for, self._broadcasts)])
+        """Raises RuntimeError where a broadcast has failed, or takes longer than the timeout.
+
+        They are asked until they are complete, and not waited for: over NCCL waiting returns at once and makes the
+        GPU's stream wait, for ever where an engine has gone, and with it whoever uses the GPU next.
+        """
+        if not _complete_within(self._broadcasts, self._timeout_secs):
+            raise RuntimeError(f"a broadcast of weights has not ended after {self._timeout_secs:g} s")
         _wait_for(self._broadcasts)
 
     def leave(self, engines: Sequence[EngineClient] | None = None) -> list[EngineClient]:
         """Drop the group on both sides, and any broadcast that waits in it; `engines`: those that still answer.
 
-        An engine that waits in a broadcast, as SGLang's scheduler does, hears nothing until our side of the group is
-        gone; one that then still does not leave hangs.
+        What is on its way gets some seconds to arrive: behind an engine that has failed, the groups of others may be
+        well. An engine that waits in a broadcast, as SGLang's scheduler does, hears nothing until our side of the group
+        is gone; one that then still does not leave is of no use any more. Over NCCL that may be one that waits on its
+        GPU for what another engine of the group did not pass on: nothing but itself could end that.
 
         Returns the engines that have not left in time; none where our own side cannot be dropped, since that says
         nothing about them. Never raises for an engine that is gone, and is bounded where one is silent. Idempotent.
@@ -117,15 +137,18 @@ class UpdateGroup:
             for e in told
         ]
         group, self._group, self._store = self._group, None, None
-        ended = spawn(_drain, self._broadcasts)
-        wait([ended], timeout=_END_SECS)
-        if not ended.done():
+        dropped = _complete_within(self._broadcasts, _END_SECS)
+        if not dropped and self._backend == "gloo":
             logger.warning("a broadcast still waits for an engine that is silent; its group is left behind")
             _never_free(group)
         wait([spawn(_abort_and_destroy, group)], timeout=5.0)
         del group  # with the last reference go the connections, and whoever waits at one of them gives up
-        wait(goodbyes, timeout=_LEAVE_SECS if ended.done() else _CONNECT_SECS)
-        return [e for e, goodbye in zip(told, goodbyes, strict=True) if ended.done() and not _is_answered(goodbye)]
+        if self._backend != "gloo":
+            dropped = _complete_within(self._broadcasts, _CONNECT_SECS)  # aborting has ended them
+        if dropped:
+            self._broadcasts.clear()
+        wait(goodbyes, timeout=_LEAVE_SECS if dropped else _CONNECT_SECS)
+        return [e for e, goodbye in zip(told, goodbyes, strict=True) if dropped and not _is_answered(goodbye)]
 
 
 def _join(address: str, port: int, world_size: int, name: str, backend: str, timeout_secs: float) -> ProcessGroup:
@@ -162,11 +185,14 @@ def _wait_for(works: list[Any]) -> None:
         works.pop(0).wait()
 
 
-def _drain(works: list[Any]) -> None:
-    """Until none of them is pending; whether they have failed is of no interest."""
-    while works:
-        with contextlib.suppress(RuntimeError):
-            _wait_for(works)
+def _complete_within(works: list[Any], timeout_secs: float) -> bool:
+    """Whether none of them is pending any more after so long; whether they have failed is of no interest."""
+    deadline = time.monotonic() + timeout_secs
+    while not all(work.is_completed() for work in list(works)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECS)
+    return True
 
 
 def _is_answered(call: Future[Any]) -> bool:

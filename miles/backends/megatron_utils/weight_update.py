@@ -17,6 +17,9 @@ group. Their connections close, and so do the trainer's, which ends the broadcas
 is a culprit as well: of an SGLang whose scheduler hangs, the process that answers HTTP may be in good health. If there
 is none of these it was the engine that refused. Nothing is retried.
 
+The thread that sends does all this, and not the one that packs: that one may use the GPU, which over NCCL may wait for
+the very broadcast that has to be given up.
+
 What is left behind by a failure: before the first bucket the weights are untouched, so the bracket is closed and the
 engines are continued. After it an engine may hold a mixture, so all of them stay paused: better silent than wrong.
 Leaving the group makes an engine that stages its weights drop the update. In both cases connecting again, to those
@@ -26,6 +29,7 @@ that are left, and another update under the same version bring them back.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -70,6 +74,8 @@ class WeightUpdateConfig:
     timeout_secs: float
     """For one HTTP call, one broadcast, and for all engines to join the group: how long an engine may hang."""
     flush_timeout_secs: float
+    shares_group: bool = False
+    """Whether all engines are in one group, or each in its own: see `WeightUpdater._parts`."""
     dtype: torch.dtype | None = None
     """The engines' number format, to which weights are cast; None: they keep the trainer's."""
     loose_from_bytes: int | None = None
@@ -87,14 +93,16 @@ class WeightUpdateConfig:
         buffer_bytes = getattr(args, "update_weight_buffer_size", 512 * 1024**2)
         if buffer_bytes < 1:
             raise ValueError(f"--update-weight-buffer-size must be at least 1 byte, got {buffer_bytes}")
+        backend = _backend(args)
         return WeightUpdateConfig(
             pause_mode=mode,
             buffer_bytes=buffer_bytes,
             flattened=True,
             ranks_per_engine=getattr(args, "rollout_num_gpus_per_engine", None) or 1,
-            backend=_backend(args),
+            backend=backend,
             timeout_secs=getattr(args, "update_weight_timeout_secs", 120.0),
             flush_timeout_secs=60.0,
+            shares_group=_shares_group(args, backend),
             dtype=_engine_dtype(args),
             loose_from_bytes=None if torch.cuda.is_available() else LARGE_BYTES,
             disk_directory=_disk_directory(args),
@@ -118,6 +126,13 @@ def _backend(args: Namespace) -> str:
     return "nccl" if torch.cuda.is_available() and apart else "gloo"
 
 
+def _shares_group(args: Namespace, backend: str) -> bool:
+    """As --update-weight-group says. None is for a run that the first engine which fails ends anyway: there one group
+    of all loses nothing, and is faster over NCCL."""
+    group = getattr(args, "update_weight_group", None)
+    return bool(group == "shared" or (group is None and backend == "nccl"))
+
+
 def _engine_dtype(args: Namespace) -> torch.dtype:
     if getattr(args, "rollout_engine", None) == "embedded":
         dtype: torch.dtype = getattr(torch, getattr(args, "embedded_dtype", None) or "float32")
@@ -135,12 +150,14 @@ def _disk_directory(args: Namespace) -> str | None:
 
 
 class WeightUpdater:
-    """Owns the group that trainer and engines share. Used by trainer rank 0 only, from one thread."""
+    """Owns the groups that trainer and engines share. Used by trainer rank 0 only, from one thread."""
 
     def __init__(self, config: WeightUpdateConfig) -> None:
         self._config = config
         self._engines: list[EngineClient] = []
         self._groups: list[UpdateGroup] = []
+        self._breaking_off = threading.Lock()
+        self._blame: _Blame | None = None
 
     @property
     def engines(self) -> list[EngineClient]:
@@ -192,6 +209,7 @@ class WeightUpdater:
         bracket = Bracket(self._engines, pause_mode=config.pause_mode, flush_timeout_secs=config.flush_timeout_secs)
         logger.info("sending weight version %d to %d engine(s)", version, len(self._engines))
         sending: Future[None] | None = None
+        self._blame = None
         sent_bytes, transfer_seconds = 0, 0.0
         try:
             buckets = config.packer().buckets(pieces)
@@ -201,23 +219,21 @@ class WeightUpdater:
             while bucket is not None:
                 bracket.weights_touched = True
                 sent_bytes += bucket.nbytes
-                sending = spawn(self._send, bucket, version)
+                sending = spawn(self._send_or_break_off, bucket, version, bracket)
                 bucket = _next(buckets)
                 sending.result()
             transfer_seconds = time.perf_counter() - transfer_start
             bracket.close()
         except BaseException as error:
-            silent = silent_engines(self._engines)
-            answering = [engine for engine in self._engines if engine not in silent]
-            bracket.abandon(answering)
-            hung = self._leave(answering) if bracket.weights_touched else []
+            blame = self._break_off(bracket)
             if sending is not None:
                 wait([sending], timeout=2.0)  # leaving the group has ended it
             if isinstance(error, RuntimeError):  # refusals, and failures of the broadcast itself
-                if silent:
-                    raise_blamed_on(silent, error)
-                if hung:
-                    raise_blamed_on(hung, error, "/destroy_weights_update_group")
+                if blame.silent:
+                    raise_blamed_on(blame.silent, error)
+                if blame.hung:
+                    question, what = "/destroy_weights_update_group", self._what_hung(blame)
+                    raise_blamed_on(blame.hung, error, question=question, what=what)
             raise
         seconds = time.perf_counter() - start
         logger.info("the engines have weight version %d after %.3f s", version, seconds)
@@ -235,6 +251,29 @@ class WeightUpdater:
     def close(self) -> None:
         """Leave the group and tell the engines to; never raises for an engine that is gone. Idempotent."""
         self._leave(self._engines)
+
+    def _send_or_break_off(self, bucket: WireBucket, version: int, bracket: Bracket) -> None:
+        try:
+            self._send(bucket, version)
+        except BaseException:
+            self._break_off(bracket)
+            raise
+
+    def _break_off(self, bracket: Bracket) -> _Blame:
+        """End the update on every side, once, and say who is at fault."""
+        with self._breaking_off:
+            if self._blame is None:
+                silent = silent_engines(self._engines)
+                answering = [engine for engine in self._engines if engine not in silent]
+                bracket.abandon(answering)
+                self._blame = _Blame(silent, self._leave(answering) if bracket.weights_touched else [])
+            return self._blame
+
+    def _what_hung(self, blame: _Blame) -> str:
+        what = "no sign of life of what receives weights: it does not leave the group"
+        if self._config.shares_group and len(blame.hung) > 1:
+            what += ", and others that wait in it are lost with it; --update-weight-group own keeps them out of it"
+        return what
 
     def _send(self, bucket: WireBucket, version: int) -> None:
         """Announce one bucket to every engine and broadcast it; returns when all have taken it in."""
@@ -268,17 +307,28 @@ class WeightUpdater:
     def _parts(self) -> list[list[EngineClient]]:
         """The engines that share a group.
 
-        Over gloo each has its own, and what becomes of one does not reach the others: a broadcast that fails at one of
-        them leaves half a message in the others' connections, at which they would wait for ever. NCCL sends to all at
-        the price of one.
+        Where each has its own, what becomes of one does not reach the others. In a shared one the weights are sent once
+        for all of them over NCCL, but behind an engine that dies or hangs within a bucket the others wait. Over gloo
+        they come back when the connections close, unless half a message is left in them. Over NCCL they wait on their
+        GPUs, and an unmodified SGLang has no way to give that up: they are lost as well.
         """
-        return [[engine] for engine in self._engines] if self._config.backend == "gloo" else [self._engines]
+        return [self._engines] if self._config.shares_group else [[engine] for engine in self._engines]
 
     def _leave(self, answering: Sequence[EngineClient]) -> list[EngineClient]:
         """Leave all groups at once; returns the engines that answer HTTP and do not leave."""
         groups, self._groups = self._groups, []
         left = [spawn(group.leave, [e for e in group.engines if e in answering]) for group in groups]
         return [engine for future in left for engine in future.result()]
+
+
+@dataclass(frozen=True)
+class _Blame:
+    """Who is at fault for an update that broke off."""
+
+    silent: list[EngineClient]
+    """They give no sign of life."""
+    hung: list[EngineClient]
+    """They answer HTTP and do not leave their group."""
 
 
 def _next(buckets: Any) -> WireBucket | None:

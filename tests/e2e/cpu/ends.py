@@ -84,16 +84,16 @@ TOLERANT = ("--use-fault-tolerance", "--rollout-num-gpus", "2")
 IN_CI = (
     _killed("engine-0", "engine-0 (pid {pid}) was killed by SIGKILL", "engine-0.log"),
     _killed("engine-0-actor", "the actor that owns engine-0 died", "engine-0.log"),
+    _killed("router", "router (pid {pid}) was killed by SIGKILL", "router.log"),
+    _killed("rollout_manager", "rollout_manager (pid {pid} on ", "rollout_manager.log"),
     _killed("trainer-0", "trainer-0 (pid {pid} on ", "trainer-0.log"),
     # The other rank waits for it in a collective, and must not be the one that is named.
     _stopped("trainer-1", "trainer-1.log", *TWO_RANKS),
-    _stopped("rollout_manager", "rollout_manager.log"),
-    _stopped("router", "router.log", where=") has not answered at "),
 )
 ENDS = (
     *IN_CI,
-    _killed("router", "router (pid {pid}) was killed by SIGKILL", "router.log"),
-    _killed("rollout_manager", "rollout_manager (pid {pid} on ", "rollout_manager.log"),
+    _stopped("rollout_manager", "rollout_manager.log"),
+    _stopped("router", "router.log", where=") has not answered at "),
     _stopped("router", "router.log", *TOLERANT, where=") has not answered at "),
     _stopped("trainer-0", "trainer-0.log", *TOLERANT),
     End("raylet", signal.SIGSTOP, "Ray's raylet, which holds the object store, (pid {pid}) does not run", None),

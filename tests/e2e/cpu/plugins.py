@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,10 @@ from miles.rollout.generate_hub import single_turn
 
 if TYPE_CHECKING:
     from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput, RolloutFnEvalInput
+
+
+SLOW_STEP_SECS = 5
+"""Longer than `ray job stop` waits by itself."""
 
 
 async def generate_long(input: GenerateFnInput) -> GenerateFnOutput:
@@ -43,3 +49,17 @@ class CountWeights(CheckpointEvalFn):
             raise EvalSkipped("no_quota", "the cluster is full")
         size = sum(path.stat().st_size for path in Path(input.hf_dir).glob("*.safetensors"))
         return RolloutFnEvalOutput(data={}, metrics={"eval/bytes": size})
+
+
+async def scored(args: Any, sample: Any, **kwargs: Any) -> dict[str, float]:
+    """A reward that differs between random answers, for runs with --reward-key score."""
+    return {"score": sum(character in "01234" for character in sample.response) / max(1, len(sample.response))}
+
+
+def wait_before_a_step(args: Any, *rest: Any) -> None:
+    """For `--custom-megatron-before-train-step-hook-path`: slow from when the file that the environment names is there;
+    the step that is the first to be writes into it."""
+    path = Path(os.environ["MILES_TEST_SLOW_STEPS"])
+    if path.exists():
+        path.write_text("slow")
+        time.sleep(SLOW_STEP_SECS)

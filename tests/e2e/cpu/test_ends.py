@@ -66,10 +66,11 @@ def test_a_stopped_run_saves_and_the_same_command_with_load_goes_on(launcher: La
     run.wait_for_steps(3)
     run.remember_processes()
     started = time.monotonic()
-    run.send(signal.SIGINT)
+    run.send(signal.SIGTERM)  # as `ray job stop` does; Ctrl-C is tests/e2e/cpu/test_fully_async.py's
     stopped = run.finish(timeout_secs=60)
     assert time.monotonic() - started < GONE_SECS + 5
     assert stopped.exit_code == 130, stopped.output
+    assert "SIGTERM received" not in stopped.output, "Ray's stack trace"
     assert f"--load {save}" in stopped.output
     assert run.survivors(5) == []
 

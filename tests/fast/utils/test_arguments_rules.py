@@ -210,6 +210,9 @@ def test_defaults_are_filled_in(command_line: CommandLine):
     assert args.eps_clip_high == args.eps_clip == 0.2
     assert args.ref_load == args.hf_checkpoint
     assert args.rollout_num_gpus == 1
+    assert args.update_weight_group is None
+    tolerant = command_line.parse("--use-fault-tolerance", "--rollout-num-gpus", "2")
+    assert tolerant.update_weight_group == "own", "else an engine that fails would take the others along"
     assert command_line.parse().rollout_max_context_len == 512, "the model's own"
     assert args.embedded_device == "cpu"
     assert args.distributed_backend == "gloo"

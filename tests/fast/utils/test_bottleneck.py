@@ -122,7 +122,19 @@ def test_a_change_is_shown_when_it_has_lasted_and_a_flicker_is_not() -> None:
     assert watch.step(2, step(**SLOW_GENERATION)) is None
     said = [watch.step(3 + i, step(**SLOW_TRAINING)) for i in range(CHANGED_FOR)]
     assert said[:-1] == [None] * (CHANGED_FOR - 1)
-    assert "Training is the bottleneck" in (said[-1] or "")
+    assert (said[-1] or "").startswith(f"last {CHANGED_FOR} steps: Training is the bottleneck")
+
+
+def test_what_steps_that_alternate_say_together_is_shown_and_does_not_alternate() -> None:
+    """The trainer waits for 8 % and for 16 %, generation for 40 %: 'training' and 'both' by themselves."""
+    watch, shown = BottleneckWatch(), []
+    for index in range(6 * SHOW_EVERY):
+        waits = 0.08 if index % 7 < 4 else 0.16  # in runs of four and three
+        shown.append(watch.step(index, step(**SLOW_TRAINING, train_idle_fraction=waits)))
+    later = [sentence for sentence in shown[1:] if sentence]
+    assert len(later) == 5
+    together = f"last {SHOW_EVERY} steps: Both sides wait for each other, the trainer for 1"
+    assert all(sentence.startswith(together) for sentence in later)
 
 
 def test_every_steps_sentence_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -77,3 +77,29 @@ def test_nccl_leaves_it_to_the_caller_to_give_up(backend: str, seconds: float, m
         store=dist.HashStore(),
     )
     assert asked == [seconds]
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_an_error_of_nccl_ends_no_process_of_this_group(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's watchdog would, as soon as a member dies; the process's other groups keep it."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    seen: list[str | None] = []
+
+    def make(*_: object, **__: object) -> tuple[object, None]:
+        seen.append(os.environ.get(name))
+        return object(), None
+
+    monkeypatch.setattr(process_group.c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(process_group.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    init_process_group(
+        backend="nccl",
+        init_method="tcp://127.0.0.1:1",
+        world_size=2,
+        rank=0,
+        group_name="weights",
+        store=dist.HashStore(),
+    )
+    assert seen == ["0"] and os.environ.get(name) == before

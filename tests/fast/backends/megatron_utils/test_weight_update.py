@@ -44,6 +44,8 @@ class FakeEngine:
                     engine.calls.append((self.path, payload))
                 queue = engine.answers.get(self.path, [])
                 status, text = (queue.pop(0) if len(queue) > 1 else queue[0]) if queue else (200, '{"success": true}')
+                if not status:
+                    return  # the connection closes
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
@@ -148,9 +150,119 @@ def test_an_engine_that_answers_and_does_not_leave_is_blamed_rather_than_one_tha
 
     monkeypatch.setattr(updater, "_send", send)
     monkeypatch.setattr(updater._groups[0], "leave", lambda answering: [second])
-    with pytest.raises(WeightUpdateError, match=r"no sign of life; seen as: .*timed out") as error:
+    with pytest.raises(WeightUpdateError, match=r"does not leave the group; seen as: .*timed out") as error:
         updater.update(weights(), 3)
     assert error.value.engine_urls == (second.url,)
+
+
+def test_an_update_that_breaks_off_is_given_up_though_the_trainer_waits_for_its_gpu(
+    engines: list[FakeEngine], updater_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freeing GPU memory waits for every kernel, that of a broadcast to a dead engine too: only another thread can
+    abort it."""
+    updater, _ = updater_of(buffer_bytes=12)
+    aborted = threading.Event()
+
+    def send(bucket: WireBucket, version: int) -> None:
+        raise WeightUpdateError(engines[1].url, "/update_weights_from_distributed", None, "reset")
+
+    def gathering() -> Iterator[Piece]:
+        first, second = weights()
+        yield first
+        assert aborted.wait(20), "rank 0 stands still"
+        yield second
+
+    monkeypatch.setattr(updater, "_send", send)
+    monkeypatch.setattr(update_group, "_abort_and_destroy", lambda group: aborted.set())
+    with pytest.raises(WeightUpdateError, match="reset"):
+        updater.update(gathering(), 1)
+    for fake in engines:
+        assert fake.paths.count("/destroy_weights_update_group") == 1
+
+
+class NcclWork:
+    """A broadcast over NCCL: `wait` returns at once, whatever the GPU does."""
+
+    def __init__(self) -> None:
+        self.complete = threading.Event()
+        self.asked = threading.Event()
+
+    def is_completed(self) -> bool:
+        self.asked.set()
+        return self.complete.is_set()
+
+    def wait(self) -> None:
+        assert self.complete.is_set(), "from here on the GPU's stream would wait"
+
+
+def nccl_group(engines: list[FakeEngine], works: list[NcclWork], timeout_secs: float = 20.0) -> UpdateGroup:
+    clients = [EngineClient(fake.url, 5.0) for fake in engines]
+    group = UpdateGroup("g", clients, object(), object(), backend="nccl", timeout_secs=timeout_secs)  # type: ignore[arg-type]
+    group._broadcasts = list(works)
+    return group
+
+
+def test_no_stream_of_the_gpu_waits_for_a_broadcast_that_may_never_end() -> None:
+    work = NcclWork()
+    with pytest.raises(RuntimeError, match=r"has not ended after 0\.05 s"):
+        nccl_group([], [work], timeout_secs=0.05).wait_until_sent()
+    sender = threading.Thread(target=nccl_group([], [work]).wait_until_sent)
+    work.asked.clear()
+    sender.start()
+    assert work.asked.wait(20)
+    work.complete.set()
+    sender.join(20)
+    assert not sender.is_alive()
+
+
+def test_what_is_on_its_way_to_a_healthy_engine_arrives_before_the_group_is_aborted(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would wait on its GPU for the rest, for ever."""
+    work, aborted = NcclWork(), threading.Event()
+    monkeypatch.setattr(update_group, "_abort_and_destroy", lambda group: aborted.set())
+    leaving = threading.Thread(target=nccl_group(engines, [work]).leave)
+    leaving.start()
+    assert work.asked.wait(20)
+    assert not aborted.is_set()
+    work.complete.set()
+    leaving.join(20)
+    assert aborted.is_set()
+
+
+def test_engines_that_wait_on_their_gpus_behind_another_one_are_lost_with_it_and_named(
+    engines: list[FakeEngine], updater_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a shared group over NCCL: aborting rank 0's side ends its own broadcast and not theirs."""
+    updater, _ = updater_of(shares_group=True, backend="nccl")
+    work = NcclWork()
+    updater._groups = [nccl_group(engines, [work])]
+    monkeypatch.setattr(update_group, "_END_SECS", 0.05)
+    monkeypatch.setattr(update_group, "_abort_and_destroy", lambda group: work.complete.set())
+    for fake in engines:
+        fake.answers["/destroy_weights_update_group"] = [(0, "")]  # no answer
+
+    def send(bucket: WireBucket, version: int) -> None:
+        raise RuntimeError("a broadcast of weights has not ended")
+
+    monkeypatch.setattr(updater, "_send", send)
+    with pytest.raises(WeightUpdateError, match=r"--update-weight-group own.*has not ended") as error:
+        updater.update(weights(), 3)
+    assert error.value.engine_urls == tuple(fake.url for fake in engines) and error.value.status is None
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "asked", "shares"),
+    [(True, None, True), (True, "own", False), (False, None, False), (False, "shared", True)],
+)
+def test_engines_share_a_group_where_nothing_is_lost_by_it(
+    on_gpu: bool, asked: str | None, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on without an engine asks for "own" ones: see the flag's default in test_arguments_rules.py."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    updater = WeightUpdater(WeightUpdateConfig.from_args(Namespace(update_weight_group=asked)))
+    updater._engines = [EngineClient(f"http://e{index}", 5.0) for index in range(3)]
+    assert len(updater._parts()) == (1 if shares else 3)
 
 
 def test_the_bracket_is_opened_and_closed_in_order_on_every_engine(

@@ -254,6 +254,32 @@ def test_what_becomes_of_an_engine_within_a_bucket_does_not_reach_the_others(fat
         updater.close()
 
 
+def test_an_engine_that_dies_in_a_group_that_all_share_is_named_alone_and_the_others_come_back() -> None:
+    """Over gloo, where a connection that closes ends the broadcast for everybody; NCCL has not been had for it."""
+    from miles.backends.megatron_utils.weight_update import WeightUpdateConfig, WeightUpdater
+
+    config = WeightUpdateConfig(
+        pause_mode="retract",
+        buffer_bytes=1024**2,
+        flattened=True,
+        ranks_per_engine=1,
+        backend="gloo",
+        timeout_secs=20.0,
+        flush_timeout_secs=4.0,
+        shares_group=True,
+    )
+    module = "tests.fast.backends.megatron_utils.blocking_engine_main"
+    with process(module, "PORT") as first, process(module, "PORT", "dies") as victim, process(module, "PORT") as last:
+        updater = WeightUpdater(config)
+        updater.connect([first, victim, last])
+        with pytest.raises(WeightUpdateError) as error:
+            updater.update([[("weight", torch.zeros(16))]], version=1)
+        assert error.value.engine_urls == (victim,)
+        updater.connect([first, last])
+        updater.update([[("weight", torch.zeros(16))]], version=1)
+        updater.close()
+
+
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_ranks_that_share_the_model_update_and_fail_together(
     engine: str, checkpoints: dict[str, Path], tmp_path: Path, layout: str
