@@ -6,7 +6,8 @@
                                                          where they take long; else neither
     the data has ended, and what waits waits for that: neither
 
-Pure: the same metrics give the same sentence. A share counts from `NOTICEABLE` on.
+Pure: the same metrics after the same diagnosis give the same sentence. A share counts from `NOTICEABLE` on; a wait that
+the diagnosis before spoke of does until it is under `STILL_NOTICEABLE`, lest the advice turn with every few percent.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 PREFIX = "rollout/fully_async/"
 NOTICEABLE = 0.10
 """Share of a step, or of the groups, from which on something is worth a remark."""
+
+STILL_NOTICEABLE = 0.05
+"""Share of a step from which on a wait is worth its remark where the one before was about it, too."""
 
 MOSTLY_FILTERED = 0.50
 """Share of groups that a dynamic filter drops from which on it is."""
@@ -49,9 +53,10 @@ class Diagnosis:
 
 
 class Shares:
-    """A step's metrics as shares of its time and of its groups, 0 where a metric is missing."""
+    """A step's metrics as shares of its time and of its groups, 0 where a metric is missing, and which of the waits
+    count after what was said `before`."""
 
-    def __init__(self, metrics: Mapping[str, float]) -> None:
+    def __init__(self, metrics: Mapping[str, float], before: Diagnosis | None = None) -> None:
         def of(name: str) -> float:
             return metrics.get(PREFIX + name) or 0.0
 
@@ -81,21 +86,27 @@ class Shares:
         self.data_ended = of("data_ended") >= 0.5  # in most of the steps
         self.full = not of("in_flight_bound") or of("in_flight_samples") >= 0.5 * of("in_flight_bound")
         self.older_in_queue = of("trained_staleness_in_queue_mean") > of("trained_staleness_in_flight_mean")
+        self.generation_waits = max(self.generation_idle, self.blocked)
 
-    @property
-    def generation_waits(self) -> float:
-        return max(self.generation_idle, self.blocked)
+        def limit(spoken_of: bool) -> float:
+            return STILL_NOTICEABLE if spoken_of else NOTICEABLE
+
+        side, cause = (before.side, before.cause) if before is not None else ("", "")
+        self.trainer_held_up = self.trainer_waits >= limit(side in ("generation", "both"))
+        self.queue_blocks = self.blocked >= limit(cause in ("queue full", "bursts"))
+        idles = self.generation_waits >= limit(cause in ("held back", "alternating"))
+        self.generation_held_up = self.queue_blocks or idles
 
 
-def diagnose(metrics: Mapping[str, float]) -> Diagnosis | None:
-    """None for a step that is not fully asynchronous."""
+def diagnose(metrics: Mapping[str, float], before: Diagnosis | None = None) -> Diagnosis | None:
+    """None for a step that is not fully asynchronous. `before`: what was said last, where this follows it."""
     if PREFIX + "generation_idle_fraction" not in metrics:
         return None
-    shares = Shares(metrics)
-    trainer_waits, generation_waits = shares.trainer_waits >= NOTICEABLE, shares.generation_waits >= NOTICEABLE
+    shares = Shares(metrics, before)
+    trainer_waits, generation_waits = shares.trainer_held_up, shares.generation_held_up
     if shares.evaluation >= NOTICEABLE and shares.evaluation > shares.trainer_waits:
         return _evaluation(shares)
-    if shares.data_ended and (trainer_waits or generation_waits) and shares.blocked < NOTICEABLE and not shares.full:
+    if shares.data_ended and (trainer_waits or generation_waits) and not shares.queue_blocks and not shares.full:
         return _end_of_data(shares)
     if trainer_waits and generation_waits:
         return _both(shares)
@@ -165,20 +176,20 @@ def _why_generation_is_slow(s: Shares) -> tuple[str, str]:
 
 def _training(s: Shares) -> Diagnosis:
     begin = f"Training is the bottleneck, generation stood still for {s.generation_waits:.0%} of the time"
-    if s.generation_waits < NOTICEABLE:
+    if not s.generation_held_up:
         begin = f"Training is the bottleneck, {s.queue_size:.0f} finished groups are left after the drain"
     if s.stale >= NOTICEABLE:
         return Diagnosis(
             "training", "stale", f"{begin} and {s.stale:.0%} of the groups grew too old all the same: {_fresher(s)}."
         )
-    if s.blocked >= NOTICEABLE:
+    if s.queue_blocks:
         return Diagnosis(
             "training",
             "queue full",
-            f"{begin} before a full queue: add trainers or move engines to them; a larger queue would only make the "
-            "data older.",
+            f"Training is the bottleneck, generation stood still for {s.blocked:.0%} of the time before a full queue: "
+            "add trainers or move engines to them; a larger queue would only make the data older.",
         )
-    if s.generation_waits < NOTICEABLE:
+    if not s.generation_held_up:
         return Diagnosis(
             "training",
             "queue grows",
@@ -197,7 +208,7 @@ def _both(s: Shares) -> Diagnosis:
         f"Both sides wait for each other, the trainer for {s.trainer_waits:.0%} and generation for "
         f"{s.generation_waits:.0%} of the time"
     )
-    if s.blocked >= NOTICEABLE:
+    if s.queue_blocks:
         return Diagnosis(
             "both",
             "bursts",
@@ -265,7 +276,7 @@ class BottleneckWatch:
 
     def step(self, rollout_id: int, metrics: Mapping[str, float]) -> str | None:
         """The sentence, where it is to be shown now."""
-        diagnosis = diagnose(metrics)
+        diagnosis = diagnose(metrics, self._shown)
         if diagnosis is None:
             return None
         logger.info("step %d: %s", rollout_id + 1, diagnosis.sentence)
@@ -283,7 +294,8 @@ class BottleneckWatch:
         return None
 
     def _show(self, steps: int) -> str:
-        self._shown, self._steps_since = diagnose(combined(list(self._recent)[-steps:])), 0
+        self._shown = diagnose(combined(list(self._recent)[-steps:]), self._shown)
+        self._steps_since = self._other_for = 0
         assert self._shown is not None
         return self._shown.sentence if steps == 1 else f"last {steps} steps: {self._shown.sentence}"
 

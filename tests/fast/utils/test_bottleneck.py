@@ -137,6 +137,31 @@ def test_what_steps_that_alternate_say_together_is_shown_and_does_not_alternate(
     assert all(sentence.startswith(together) for sentence in later)
 
 
+def test_advice_about_the_queue_does_not_turn_where_a_wait_stays_close_to_its_limit() -> None:
+    """Ten steps in which the trainer waits for 12 %, ten with 8 %, and so on: 'both' throughout, with true numbers."""
+    watch, shown = BottleneckWatch(), []
+    for index in range(6 * SHOW_EVERY):
+        waits = 0.12 if index // SHOW_EVERY % 2 == 0 else 0.08
+        shown.append(watch.step(index, step(**SLOW_TRAINING, train_idle_fraction=waits)))
+    later = [sentence for sentence in shown if sentence]
+    assert all("raise --async-data-buffer-capacity-factor" in sentence for sentence in later), later
+    assert ["the trainer for 8%" in sentence for sentence in later] == [False, False, True, False, True, False]
+
+
+def test_a_wait_that_has_become_small_is_no_longer_spoken_of() -> None:
+    before = diagnose(step(**SLOW_TRAINING, train_idle_fraction=0.12))
+    found = [diagnose(step(**SLOW_TRAINING, train_idle_fraction=waits), before) for waits in (0.06, 0.04)]
+    assert [diagnosis and diagnosis.cause for diagnosis in found] == ["bursts", "queue full"]
+    held_back = diagnose(step(generation_idle_fraction=0.12))
+    found = [diagnose(step(generation_idle_fraction=waits), held_back) for waits in (0.06, 0.04)]
+    assert [diagnosis and diagnosis.cause for diagnosis in found] == ["held back", "balanced"]
+
+
+def test_what_is_said_of_a_full_queue_is_the_time_before_it() -> None:
+    diagnosis = diagnose(step(generation_idle_fraction=0.6, producer_blocked_seconds=2.0))
+    assert diagnosis is not None and "stood still for 20% of the time before a full queue" in diagnosis.sentence
+
+
 def test_every_steps_sentence_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     watch = BottleneckWatch()
