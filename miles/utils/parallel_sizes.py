@@ -36,6 +36,27 @@ class ParallelSizes:
             "sequence_parallel": bool(getattr(args, "sequence_parallel", False)) and tensor > 1,
         }
 
+    def check_world(self, world_size: int) -> None:
+        """Raise ValueError where these sizes do not fit `world_size` ranks."""
+        model = self.tensor * self.pipeline * self.context
+        if world_size % model:
+            raise ValueError(
+                f"{world_size} trainer ranks are no multiple of --tensor-model-parallel-size x "
+                f"--pipeline-model-parallel-size x --context-parallel-size ({self.tensor} x {self.pipeline} x "
+                f"{self.context} = {model})"
+            )
+        experts = self.expert_tensor * self.expert * self.pipeline
+        if world_size % experts:
+            raise ValueError(
+                f"{world_size} trainer ranks are no multiple of --expert-tensor-parallel-size x "
+                f"--expert-model-parallel-size x --pipeline-model-parallel-size ({self.expert_tensor} x {self.expert} "
+                f"x {self.pipeline} = {experts})"
+            )
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"--num-virtual-stages-per-pipeline-rank {self.virtual} needs --pipeline-model-parallel-size above 1"
+            )
+
     def data_size(self, world_size: int) -> int:
         """Number of data-parallel ranks: those that get different samples."""
         return world_size // (self.tensor * self.pipeline * self.context)

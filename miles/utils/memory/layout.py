@@ -35,18 +35,7 @@ class Layout(ParallelSizes):
 
     def check(self, shape: ModelShape) -> None:
         """Raise ValueError where the sizes do not divide what they split."""
-        model_ranks = self.tensor * self.pipeline * self.context
-        if self.world % model_ranks:
-            raise ValueError(
-                f"{self.world} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) are no multiple of tensor "
-                f"x pipeline x context parallel = {self.tensor} x {self.pipeline} x {self.context}"
-            )
-        expert_ranks = self.expert_tensor * self.expert * self.pipeline
-        if shape.experts is not None and self.world % expert_ranks:
-            raise ValueError(
-                f"{self.world} trainer ranks are no multiple of expert tensor x expert x pipeline parallel = "
-                f"{self.expert_tensor} x {self.expert} x {self.pipeline}"
-            )
+        self.check_world(self.world)
         if shape.experts is not None and shape.experts.number % self.expert:
             raise ValueError(
                 f"--expert-model-parallel-size {self.expert} does not divide the {shape.experts.number} experts"

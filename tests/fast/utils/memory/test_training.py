@@ -122,7 +122,8 @@ def test_layers_of_stages() -> None:
     ("flags", "words"),
     [
         ({"actor_num_gpus_per_node": 6, "tensor_model_parallel_size": 4}, "6 trainer ranks .* no multiple"),
-        ({"actor_num_gpus_per_node": 6, "expert_model_parallel_size": 4}, "6 trainer ranks are no multiple of expert"),
+        ({"actor_num_gpus_per_node": 6, "expert_model_parallel_size": 4}, "6 trainer ranks .* multiple of --expert"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank 2 needs --pipeline"),
         ({"actor_num_gpus_per_node": 3, "expert_model_parallel_size": 3}, "3 does not divide the 128 experts"),
         ({"actor_num_gpus_per_node": 6, "tensor_model_parallel_size": 3}, "3 does not divide the 32 attention heads"),
     ],
