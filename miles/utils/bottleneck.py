@@ -212,7 +212,8 @@ def _both(s: Shares) -> Diagnosis:
         return Diagnosis(
             "both",
             "bursts",
-            f"{begin}: groups finish in bursts that the queue cannot hold; raise --async-data-buffer-capacity-factor.",
+            f"{begin}: groups finish in bursts that the queue cannot hold; unless both run on the same processors, "
+            "raise --async-data-buffer-capacity-factor.",
         )
     return Diagnosis(
         "both",
