@@ -34,9 +34,9 @@ def add_flags(parser: ArgumentParser) -> None:
         "--heartbeat-timeout-secs",
         type=float,
         default=DEFAULT_LIMIT_SECS,
-        help="A process of the run (trainer rank, rollout manager, router, Ray's own) that lives and does not answer "
-        "for so long is taken for lost and ends the run. Longer than any call into native code that keeps Python from "
-        "running, and than a debugger's stops.",
+        help="Seconds. A process of the run (trainer rank, rollout manager, router, Ray's own) that lives and does not "
+        "answer for so long is taken for lost and ends the run; of the evaluation manager, it ends that evaluation. "
+        "Must be longer than any call into native code that keeps Python from running, and than a debugger's stops.",
     )
     group.add_argument(
         "--ft-components",

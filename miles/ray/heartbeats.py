@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ray.exceptions import RayError
 
 from miles.ray.silence import Silence
-from miles.utils.heartbeat import hears
+from miles.utils.heartbeat import CannotAsk, hears
 from miles.utils.process_state import ExitWatch, how_stopped
 from miles.utils.processes import log_tail
 
@@ -106,27 +106,38 @@ class Heartbeats:
     async def _look_for_ever(self, name: str, heart: Heart) -> None:
         silence, clock = self._silence, asyncio.get_running_loop().time
         silence.begin(name, clock())
-        is_told = False
+        is_told = was_heard = False
         while True:
             began = clock()
             try:
                 heard = await hears(heart, timeout_secs=silence.look_secs)
             except ConnectionRefusedError:  # its watcher tells, or the call that it has failed
+                if not was_heard:  # or a firewall refuses in its place
+                    _warn_of_firewall(name, heart)
                 await self._forget(name)
                 return
+            except CannotAsk as error:  # nobody has listened: such time does not count
+                logger.warning("%s could not be asked for a heartbeat: %s", name, error)
+                await asyncio.sleep(silence.look_secs)
+                continue
+            was_heard |= heard
             async with self._looked:
                 silence.learn(name, heard=heard, now=clock())
                 self._looked.notify_all()
             if silence.never_heard(name) and not is_told:
                 is_told = True
-                logger.warning(
-                    "%s never answered at %s:%d: that it has stopped would not be noticed. A firewall between the "
-                    "nodes must let heartbeats through",
-                    *(name, heart.host, heart.port),
-                )
+                _warn_of_firewall(name, heart)
             await asyncio.sleep(max(0.0, silence.look_secs - (clock() - began)))
 
     async def _forget(self, name: str) -> None:
         async with self._looked:
             self._silence.forget(name)
             self._looked.notify_all()
+
+
+def _warn_of_firewall(name: str, heart: Heart) -> None:
+    logger.warning(
+        "%s never answered at %s:%d: that it has stopped would not be noticed. A firewall between the nodes must let "
+        "heartbeats through",
+        *(name, heart.host, heart.port),
+    )

@@ -10,6 +10,7 @@ not answer. One that computes, that waits for another process, or that stands in
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -22,6 +23,11 @@ from miles.utils.network import get_host_info
 
 _BEAT = b"."
 _OUT_OF_DESCRIPTORS_SECS = 0.1
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+
+
+class CannotAsk(OSError):
+    """The process that asks is out of descriptors, ports or memory, which says nothing about the one that is asked."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def own_pid_space() -> str:
 
 
 async def hears(heart: Heart, *, timeout_secs: float) -> bool:
-    """Whether the process answers within this time. Raises ConnectionRefusedError where it is gone."""
+    """Whether the process answers within this time. Raises ConnectionRefusedError where it is gone, and CannotAsk."""
     try:
         async with asyncio.timeout(timeout_secs):
             reader, writer = await asyncio.open_connection(heart.host, heart.port)
@@ -70,7 +76,9 @@ async def hears(heart: Heart, *, timeout_secs: float) -> bool:
                 writer.close()
     except ConnectionRefusedError:
         raise
-    except (OSError, TimeoutError):
+    except OSError as error:  # TimeoutError is one
+        if error.errno in _OURS:
+            raise CannotAsk(*error.args) from error
         return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,15 +12,13 @@ from dataclasses import replace
 
 import pytest
 
-from miles.utils.heartbeat import Heart, hears, own_pid_space, start_heart
+from miles.utils.heartbeat import CannotAsk, Heart, hears, own_pid_space, start_heart
 
 LONG_SECS = 20.0
 """Never waited for where the code is right."""
 
 PROCESS = """
-import sys, time
-import pytest
-
+import sys
 from miles.utils.heartbeat import start_heart
 heart = start_heart()
 print(heart.host, heart.port, flush=True)
@@ -71,3 +70,17 @@ def test_a_process_id_means_something_on_its_own_machine_alone() -> None:
     assert heart.pid == os.getpid() and heart.is_in_our_pid_space
     assert not replace(heart, pid_space="another boot").is_in_our_pid_space
     assert not replace(heart, pid_space="").is_in_our_pid_space
+
+
+async def test_who_has_no_descriptor_left_to_ask_with_does_not_call_others_silent() -> None:
+    heart = start_heart()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_free = os.dup(0)
+    os.close(next_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, hard))
+    try:
+        with pytest.raises(CannotAsk):
+            await hears(heart, timeout_secs=LONG_SECS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert await hears(heart, timeout_secs=LONG_SECS)
