@@ -95,12 +95,14 @@ async def ray_lost(processes: Sequence[RayProcess], *, limit_secs: float, look_s
     for name in by_name:
         silence.begin(name, clock())
     while True:
+        stops = {}
         for name, process in by_name.items():
             if (death := process.death()) is not None:
                 return death
-            silence.learn(name, heard=process.stop() is None, now=clock())
+            stops[name] = process.stop()
+            silence.learn(name, heard=stops[name] is None, now=clock())
         for name in silence.lost():
-            return f"{by_name[name].stop()}, for {silence.limit_secs:g} s by now"
+            return f"{stops[name]}, for {silence.limit_secs:g} s by now"
         await asyncio.sleep(look_secs)
 
 

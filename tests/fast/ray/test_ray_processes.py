@@ -88,3 +88,22 @@ async def test_the_death_of_a_process_of_ray_is_told_at_once() -> None:
     raylet.stopped = raylet.killed = True
     await asyncio.sleep(0.2)
     assert lost.done() and lost.result() == "Ray's raylet was killed"
+
+
+class ContinuedAfterLook(FakeRayProcess):
+    """Goes on at the very moment at which it is taken for lost."""
+
+    def stop(self) -> str | None:
+        loop = asyncio.get_running_loop()
+        was_seen_before = getattr(self, "seen_at", None) == loop.time()
+        self.seen_at = loop.time()
+        return None if was_seen_before else super().stop()
+
+
+@virtual
+async def test_one_that_goes_on_while_its_loss_is_told_is_told_as_it_was_seen() -> None:
+    raylet = ContinuedAfterLook("raylet")
+    lost = asyncio.ensure_future(ray_lost([raylet], limit_secs=10.0))
+    await asyncio.sleep(1.0)
+    raylet.stopped = True
+    assert await lost == "Ray's raylet does not run, for 10 s by now"
