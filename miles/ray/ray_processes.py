@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import ray
 from ray._private import ray_constants, worker
 
 from miles.ray.silence import Silence
-from miles.utils.process_state import how_stopped
+from miles.utils.process_state import how_ended, how_stopped
 
 if TYPE_CHECKING:
     import subprocess
@@ -53,8 +52,7 @@ class RayProcess:
         code = self.popen.poll()
         if code is None:
             return None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return f"{self.role} (pid {self.pid}) {how}"
+        return f"{self.role} (pid {self.pid}) {how_ended(code)}"
 
     def stop(self) -> str | None:
         """What keeps it from running although it lives, as a sentence; None where nothing does."""

@@ -77,9 +77,14 @@ async def hears(heart: Heart, *, timeout_secs: float) -> bool:
     except ConnectionRefusedError:
         raise
     except OSError as error:  # TimeoutError is one
-        if error.errno in _OURS:
+        if is_of_who_asks(error):
             raise CannotAsk(*error.args) from error
         return False
+
+
+def is_of_who_asks(error: OSError) -> bool:
+    """Whether it says nothing about the process that is asked."""
+    return error.errno in _OURS
 
 
 def _beat(listening: socket.socket) -> None:

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
 _EXIT_POLL_SECS = 0.01
 
 
+def how_ended(returncode: int) -> str:
+    """What subprocess's return code says, in words."""
+    return f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"exited with code {returncode}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; most real-time signals have a number only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class ExitWatch:
     """Knows, of any process of this machine, which signal has killed it, where the kernel tells (Linux 6.15 and later).
 
@@ -41,7 +54,7 @@ class ExitWatch:
                 time.sleep(_EXIT_POLL_SECS)
         except OSError:  # a kernel that does not tell
             return None
-        return None if status is None or not os.WIFSIGNALED(status) else signal.Signals(os.WTERMSIG(status)).name
+        return None if status is None or not os.WIFSIGNALED(status) else signal_name(os.WTERMSIG(status))
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -77,5 +90,5 @@ def how_stopped(pid: int) -> str | None:
 def kill_left(processes: Iterable[psutil.Process]) -> None:
     """Kill those that still run, stopped or not."""
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from miles.utils import owned_process
-from miles.utils.process_state import how_stopped
+from miles.utils.process_state import how_ended, how_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,8 +81,7 @@ class ChildProcess:
 
     def death(self) -> ProcessDied:
         """The error that tells how the process ended, with the last lines of its log."""
-        code = self._popen.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+        how = how_ended(self._popen.returncode)
         return ProcessDied(f"{self.name} (pid {self.pid}) {how}; see {self.log_path}{log_tail(self.log_path)}")
 
     async def stop(self, grace_secs: float = 3.0) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,15 @@ import aiohttp
 from miles.backends.sglang_utils.flags import router_command_flags
 from miles.ray.rollout.server_start import START_ATTEMPTS, Launched, start_server
 from miles.ray.silence import DEFAULT_LIMIT_SECS, Silence
+from miles.utils.heartbeat import is_of_who_asks
 from miles.utils.http_utils import HttpRequestError, find_available_port, get_host_info, wait_http_ok
 from miles.utils.network import url_host
 from miles.utils.processes import ChildProcess, ProcessDied
 
 if TYPE_CHECKING:
     from argparse import Namespace
+
+logger = logging.getLogger(__name__)
 
 _REGISTRATION_TIMEOUT_SECS = 60
 _REGISTRATION_POLL_SECS = 0.05
@@ -72,11 +76,25 @@ class RouterClient:
         clock, silence = asyncio.get_running_loop().time, Silence(limit_secs)
         silence.begin(self.url, clock(), was_heard=True)
         while not silence.lost():
-            began, heard = clock(), False
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            began = clock()
+            try:
                 async with asyncio.timeout(silence.look_secs):
                     await self.engine_urls()
                 heard = True
+            except (
+                aiohttp.ClientError,
+                TimeoutError,
+                LookupError,
+                TypeError,
+                ValueError,
+            ) as error:  # or no list of ours
+                if isinstance(error, OSError) and is_of_who_asks(
+                    error
+                ):  # nobody has listened: such time does not count
+                    logger.warning("%s could not be asked whether it lives: %s", self.url, error)
+                    await asyncio.sleep(silence.look_secs)
+                    continue
+                heard = False
             silence.learn(self.url, heard=heard, now=clock())
             await asyncio.sleep(max(0.0, silence.look_secs - (clock() - began)))
 

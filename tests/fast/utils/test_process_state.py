@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from miles.utils.process_state import ExitWatch, how_stopped, kill_left
+from miles.utils.process_state import ExitWatch, how_ended, how_stopped, kill_left
 from tests.kernel import TELLS_SIGNALS
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -61,3 +61,16 @@ def test_a_process_that_is_stopped_is_told_from_one_that_waits_and_is_killed_all
         assert process.wait() == -signal.SIGKILL
         assert how_stopped(process.pid) is None
         kill_left([left])
+
+
+@pytest.mark.parametrize(
+    ("returncode", "words"),
+    [
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-40, "was killed by signal 40"),
+    ],
+)
+def test_an_end_in_words(returncode: int, words: str) -> None:
+    assert how_ended(returncode) == words

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -161,12 +163,34 @@ class Deaf:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.silent = False
+        self.error: Exception | None = None
         monkeypatch.setattr(RouterClient, "engine_urls", lambda client: self._answer())
 
     async def _answer(self) -> set[str]:
         if self.silent:
             await asyncio.get_running_loop().create_future()
+        if self.error is not None:
+            raise self.error
         return set()
+
+
+@virtual
+async def test_a_manager_without_descriptors_does_not_take_its_router_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf, router = Deaf(monkeypatch), RouterClient("http://127.0.0.1:1")
+    deaf.error = aiohttp.ClientOSError(errno.EMFILE, "Too many open files")
+    silent = asyncio.ensure_future(router.wait_silent(60.0))
+    await asyncio.sleep(600.0)
+    assert not silent.done()
+    deaf.error = aiohttp.ClientOSError(errno.ECONNREFUSED, "Connection refused")
+    await asyncio.sleep(70.0)
+    assert silent.done()
+
+
+@virtual
+@pytest.mark.parametrize("error", [KeyError("workers"), ValueError("no JSON"), TypeError("a list")])
+async def test_a_router_whose_answers_are_none_is_silent(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    Deaf(monkeypatch).error = error
+    await RouterClient("http://127.0.0.1:1").wait_silent(60.0)
 
 
 @virtual
