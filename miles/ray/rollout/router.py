@@ -81,16 +81,9 @@ class RouterClient:
                 async with asyncio.timeout(silence.look_secs):
                     await self.engine_urls()
                 heard = True
-            except (
-                aiohttp.ClientError,
-                TimeoutError,
-                LookupError,
-                TypeError,
-                ValueError,
-            ) as error:  # or no list of ours
-                if isinstance(error, OSError) and is_of_who_asks(
-                    error
-                ):  # nobody has listened: such time does not count
+            # The last three: an answer that is not a router's.
+            except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
+                if isinstance(error, OSError) and is_of_who_asks(error):  # nobody has listened: this does not count
                     logger.warning("%s could not be asked whether it lives: %s", self.url, error)
                     await asyncio.sleep(silence.look_secs)
                     continue
