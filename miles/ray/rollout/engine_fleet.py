@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BLAME_SECS = 2.0
-"""An engine that refuses a step of an update may do so because another one died; so much later that is known."""
-EXPLAIN_SECS = 0.5
-"""An engine that does not answer has most likely died; so much later it is known how."""
+BLAME_SECS = 3.0
+"""An engine that refuses a step of an update may do so because another one died; so much later that is known and
+explained."""
+EXPLAIN_SECS = 2.0
+"""An engine that does not answer has most likely died; so much later it is known how, on a busy machine, too."""
 LEAST_PATIENCE_SECS = 1.0
 """An engine that was silent before an update gets at least so long after it."""
 _UNREGISTER_SECS = 5.0
@@ -196,9 +197,15 @@ class EngineFleet:
             self._stop_run(f"an engine is no longer looked after: {_reason(error)}")
 
     async def _end_of(self, life: _Life) -> str:
-        """Wait for the end of this life, whatever ends it, and say what it was."""
-        engine = self._engines[life.ref.index]
-        return await _first_of((_death_of(engine), self._sickness_of(life.ref), _result(life.sentence)))
+        """Wait for the end of this life, whatever ends it, and say what it was: how it died, where it has died."""
+        death = asyncio.ensure_future(_death_of(self._engines[life.ref.index]))
+        try:
+            seen: str = await _first_of((_result(death), self._sickness_of(life.ref), _result(life.sentence)))
+            await asyncio.wait([death], timeout=EXPLAIN_SECS)
+            return death.result() if death.done() else seen
+        finally:
+            death.cancel()
+            await asyncio.gather(death, return_exceptions=True)
 
     async def _sickness_of(self, ref: EngineRef) -> str:
         looks = self._looks

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from miles.ray.rollout.engine_fleet import BLAME_SECS, EngineFleet
+from miles.ray.rollout.engine_fleet import BLAME_SECS, EXPLAIN_SECS, EngineFleet
 from miles.ray.rollout.engine_health import HealthConfig
 from miles.utils.processes import ProcessDied
 from tests.fast.virtual_time import settle, virtual
@@ -176,9 +176,25 @@ async def test_an_engine_that_hangs_or_fails_is_found_at_the_next_look_and_repla
         cluster.refusing["http://engine-1/0"] = "answers POST /generate with HTTP 500"
         started = asyncio.get_running_loop().time()
         await cluster.unregistered.wait()
-        assert asyncio.get_running_loop().time() - started <= LOOKS.first_wait_secs + LOOKS.interval_secs
+        limit_secs = LOOKS.first_wait_secs + LOOKS.interval_secs + EXPLAIN_SECS
+        assert asyncio.get_running_loop().time() - started <= limit_secs
         (lost,) = cluster.fleet.view().events
         assert "engine-1 (http://engine-1/0) answers POST /generate with HTTP 500" in lost.text
+
+
+@virtual
+async def test_an_engine_that_does_not_answer_because_it_has_died_is_lost_by_its_death() -> None:
+    """On a busy machine the refused connection is seen before the end of the process."""
+    async with Cluster() as cluster:
+        await cluster.serve()
+        cluster.sick["http://engine-1/0"] = "gives no answer: Cannot connect"
+        while not cluster.looked_at:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(EXPLAIN_SECS / 2)
+        cluster.engine(1).die()
+        await cluster.unregistered.wait()
+        (lost,) = cluster.fleet.view().events
+        assert lost.text.startswith("engine-1 (pid 7) was killed by SIGKILL")
 
 
 @virtual
@@ -231,7 +247,7 @@ async def test_an_engine_that_goes_silent_during_an_update_is_found() -> None:
         await cluster.serve()
         cluster.fleet.begin_update()
         cluster.sick["http://engine-0/0"] = "has not answered for 30 s"
-        await asyncio.sleep(LOOKS.first_wait_secs + LOOKS.interval_secs + 2)
+        await asyncio.sleep(LOOKS.first_wait_secs + LOOKS.interval_secs + 2 + EXPLAIN_SECS)
         assert cluster.engines[0][0].killed and not cluster.engines[1][0].killed
 
 
