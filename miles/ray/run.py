@@ -37,6 +37,7 @@ from miles.ray.step_metrics import fully_async_driver_metrics
 from miles.ray.steps import Steps
 from miles.ray.supervisor import RunFailed, StopRequested, Supervisor
 from miles.ray.train_group import TrainGroup
+from miles.ray.waits import result_of
 from miles.ray.weight_publisher import WeightPublisher
 from miles.utils.console import StepConsole, print_note
 from miles.utils.file_errors import named_errors
@@ -156,7 +157,7 @@ class Run:
         self._evals = make_eval_dispatcher(args, placement.eval_engines, self._export_hf, self._publish_eval)
         evals_started = self._evals.start() if self._evals is not None else _nothing()
         _, resumed_at, eval_pids = await self._supervisor.wait(
-            asyncio.gather(_result(manager_started), self.trainers.init(checkpoint), evals_started)
+            asyncio.gather(result_of(manager_started), self.trainers.init(checkpoint), evals_started)
         )
         self._supervisor.watch("rollout_manager", self.manager, self._log("rollout_manager"), endless=True)
         self.start_rollout_id: int = resumed_at if args.start_rollout_id is None else args.start_rollout_id
@@ -201,7 +202,7 @@ class Run:
         if hasattr(self, "_steps"):
             await self._steps.close()
         manager, trainers = getattr(self, "manager", None), getattr(self, "trainers", None)
-        ends = [_result(manager.dispose.remote())] if manager else []
+        ends = [result_of(manager.dispose.remote())] if manager else []
         ends += [trainers.close()] if trainers else []
         ends += [self._evals.close()] if self._evals is not None else []
         try:
@@ -386,10 +387,6 @@ class Run:
 
 
 async def _nothing() -> None: ...
-
-
-async def _result(ref: Any) -> Any:
-    return await ref
 
 
 __all__ = ["Run", "RunFailed", "StopRequested"]

@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from miles.ray.heartbeats import Heartbeats
 from miles.ray.ray_processes import gcs_lost, ray_lost
 from miles.ray.silence import DEFAULT_LIMIT_SECS
+from miles.ray.waits import result_of
 from miles.utils.processes import ProcessDied, log_tail
 
 if TYPE_CHECKING:
@@ -61,12 +62,12 @@ class Supervisor:
 
     def watch(self, name: str, actor: ActorHandle, log_path: Path, *, endless: bool) -> None:
         """Watch `actor`: through its own endless `watch`, or by repeated `ping` where it runs one call at a time."""
-        coroutine = _await_ref(actor.watch.remote()) if endless else _ping_forever(actor)
+        coroutine = result_of(actor.watch.remote()) if endless else _ping_forever(actor)
         self._watchers[asyncio.create_task(coroutine, name=f"watch {name}")] = (name, log_path)
 
     def listen(self, name: str, actor: ActorHandle, log_path: Path) -> None:
         """Listen to the heart of this actor's process, from its start on."""
-        self._heartbeats.listen(name, _await_ref(actor.heart.remote()), log_path)
+        self._heartbeats.listen(name, result_of(actor.heart.remote()), log_path)
 
     async def wait(self, awaitable: Awaitable[Any]) -> Any:
         """The result of `awaitable` (an object reference, or a coroutine over several).
@@ -74,7 +75,7 @@ class Supervisor:
         Raises RunFailed where a process died, StopRequested where the user asked for the end, else what the call
         raised.
         """
-        call = asyncio.ensure_future(_await_ref(awaitable))
+        call = asyncio.ensure_future(result_of(awaitable))
         try:
             await asyncio.wait({call, self._stop, *self._all_watchers()}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.done():
@@ -140,10 +141,6 @@ class Supervisor:
     def _all_watchers(self) -> list[asyncio.Task[Any]]:
         ray = [self._ray_watcher] if self._ray_watcher is not None else []
         return [*self._watchers, self._silence, *ray]
-
-
-async def _await_ref(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
 
 
 async def _ping_forever(actor: ActorHandle) -> None:

@@ -11,6 +11,7 @@ import ray
 from miles.ray.cluster import num_trainers
 from miles.ray.supervisor import original_error
 from miles.ray.train_actor import TrainActor
+from miles.ray.waits import result_of
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -86,7 +87,7 @@ class TrainGroup:
 async def of_all_ranks(calls: Sequence[Awaitable[Any]], *, grace_secs: float = _GRACE_SECS) -> list[Any]:
     """What each rank returns. Raises the first failure. Where that is the timeout of a collective, a note on it names
     the ranks that have not failed: the others have waited for them."""
-    tasks = [asyncio.ensure_future(_result(call)) for call in calls]
+    tasks = [asyncio.ensure_future(result_of(call)) for call in calls]
     try:
         return await asyncio.gather(*tasks)
     except Exception as error:
@@ -107,7 +108,3 @@ def is_collective_timeout(error: BaseException) -> bool:
     text = str(error).lower()
     in_vain = "timed out" in text and ("gloo" in text or "nccl" in text)
     return isinstance(error, RuntimeError) and (in_vain or "application timeout caused pair closure" in text)
-
-
-async def _result(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles.backends.megatron_utils.engine_client import WeightUpdateError
 from miles.ray.supervisor import original_error
+from miles.ray.waits import result_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -81,7 +82,7 @@ class WeightPublisher:
         """The batch; engines that come back meanwhile are brought to current weights where that is possible."""
         if not self._tolerates_faults:
             return await batch
-        waiting = asyncio.ensure_future(_result(batch))
+        waiting = asyncio.ensure_future(result_of(batch))
         try:
             while not waiting.done():
                 await asyncio.wait({waiting}, timeout=POLL_SECS)
@@ -139,7 +140,3 @@ class WeightPublisher:
     def _take_in(self, view: FleetView) -> FleetView:
         self._on_view(view)
         return view
-
-
-async def _result(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable

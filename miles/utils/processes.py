@@ -57,8 +57,7 @@ class ChildProcess:
 
     def silence(self, what: str) -> ProcessDied:
         """The error that tells that it lives and does nothing."""
-        how = how_stopped(self.pid) or "it hangs"
-        return ProcessDied(f"{self.name} (pid {self.pid}) {what}: {how}; see {self.log_path}{log_tail(self.log_path)}")
+        return self._error(f"{what}: {how_stopped(self.pid) or 'it hangs'}")
 
     def listens_on(self, port: int) -> bool:
         """Whether this process, or one that it started, is who answers at TCP port `port` of this machine."""
@@ -81,8 +80,10 @@ class ChildProcess:
 
     def death(self) -> ProcessDied:
         """The error that tells how the process ended, with the last lines of its log."""
-        how = how_ended(self._popen.returncode)
-        return ProcessDied(f"{self.name} (pid {self.pid}) {how}; see {self.log_path}{log_tail(self.log_path)}")
+        return self._error(how_ended(self._popen.returncode))
+
+    def _error(self, what: str) -> ProcessDied:
+        return ProcessDied(f"{self.name} (pid {self.pid}) {what}; see {self.log_path}{log_tail(self.log_path)}")
 
     async def stop(self, grace_secs: float = 3.0) -> None:
         """Ask the process to end, and kill it after `grace_secs`. Does nothing where it has ended."""

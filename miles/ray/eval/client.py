@@ -17,6 +17,7 @@ from miles.ray.eval.manager import EvalManager
 from miles.ray.eval.types import EvalOutcome
 from miles.ray.heartbeats import Heartbeats
 from miles.ray.silence import DEFAULT_LIMIT_SECS
+from miles.ray.waits import result_of
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -56,7 +57,7 @@ class EvalClient:
         await self._stop_listening()
         self._actor = actor
         self._hearts = Heartbeats(getattr(self._args, "heartbeat_timeout_secs", DEFAULT_LIMIT_SECS))
-        self._hearts.listen("eval_manager", _result(actor.heart.remote()), self._log)
+        self._hearts.listen("eval_manager", result_of(actor.heart.remote()), self._log)
 
     async def _stop_listening(self) -> None:
         if self._hearts is not None:
@@ -68,7 +69,7 @@ class EvalClient:
                 await self.start()
             actor = self._actor
         assert actor is not None and self._hearts is not None, "start makes both or raises"
-        call = asyncio.ensure_future(_result(actor.evaluate.remote(rollout_id, hf_dir, version)))
+        call = asyncio.ensure_future(result_of(actor.evaluate.remote(rollout_id, hf_dir, version)))
         lost = asyncio.ensure_future(self._hearts.wait_lost())
         try:
             await asyncio.wait({call, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -96,7 +97,3 @@ class EvalClient:
         actor, self._actor = self._actor, None
         if actor is not None:
             await actor.dispose.remote()
-
-
-async def _result(ref: Any) -> Any:
-    return await ref

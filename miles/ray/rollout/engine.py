@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 
 from miles.ray.rollout.engine_actor import EngineActor
 from miles.ray.rollout.engine_size import EngineSize
+from miles.ray.waits import result_of
 from miles.utils.http_utils import HttpRequestError, get, wait_http_ok
 from miles.utils.network import engine_url
 from miles.utils.processes import ProcessDied, log_tail
@@ -81,7 +82,7 @@ class RayEngine:
         if not others:
             return str(await head.start.remote())
         address = await head.meeting_point.remote()
-        url = asyncio.ensure_future(_result(head.start.remote(address)))
+        url = asyncio.ensure_future(result_of(head.start.remote(address)))
         try:
             await asyncio.gather(*(actor.start.remote(address) for actor in others))
             return str(await _first(url, [self._watch_node(node) for node in range(1, len(self.actors))]))
@@ -164,10 +165,6 @@ class ExternalEngine:
         return {}
 
     def kill(self) -> None: ...
-
-
-async def _result(ref: Any) -> Any:
-    return await ref
 
 
 async def _first(wanted: asyncio.Future[Any], watchers: list[Any]) -> Any:

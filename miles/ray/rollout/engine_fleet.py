@@ -18,15 +18,16 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from miles.ray.rollout.engine_states import EngineRef, EngineState, EngineStates, FleetView
 from miles.ray.supervisor import original_error
+from miles.ray.waits import first_of
 from miles.utils.processes import ProcessDied
 from miles.utils.trace import LOST, SERVES, UP, EngineEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from miles.ray.rollout.engine import Engine
     from miles.ray.rollout.engine_health import HealthConfig
@@ -177,7 +178,7 @@ class EngineFleet:
         lives = [self._lives[ref] for ref in engines if ref in self._lives]
         if len(lives) == len(engines):
             patience_secs = BLAME_SECS if answered else EXPLAIN_SECS
-            await _first_of((life.over.wait() for life in lives), timeout_secs=patience_secs)
+            await first_of((life.over.wait() for life in lives), timeout_secs=patience_secs)
         another_died = len(lives) < len(engines) or any(life.over.is_set() for life in lives)
         if answered and another_died:
             return
@@ -200,7 +201,7 @@ class EngineFleet:
         """Wait for the end of this life, whatever ends it, and say what it was: how it died, where it has died."""
         death = asyncio.ensure_future(_death_of(self._engines[life.ref.index]))
         try:
-            seen: str = await _first_of((_result(death), self._sickness_of(life.ref), _result(life.sentence)))
+            seen: str = await first_of((_result(death), self._sickness_of(life.ref), _result(life.sentence)))
             await asyncio.wait([death], timeout=EXPLAIN_SECS)
             return death.result() if death.done() else seen
         finally:
@@ -231,14 +232,14 @@ class EngineFleet:
                 failure = await health.fails_to_answer(ref.url)
                 if failure is not None:
                     return failure
-                await _first_of([self._update_is_over.wait()], timeout_secs=looks.interval_secs)
+                await first_of([self._update_is_over.wait()], timeout_secs=looks.interval_secs)
             begins, started = self._update_begins, clock()
-            failure = await _first_of((health.fails_to_generate(ref.url, patience_secs), begins.wait()))
+            failure = await first_of((health.fails_to_generate(ref.url, patience_secs), begins.wait()))
             if begins.is_set():
                 patience_secs = max(patience_secs - (clock() - started), LEAST_PATIENCE_SECS)
                 continue
             if failure is None:
-                failure = await _first_of((health.fails_requests(ref.url), begins.wait()))
+                failure = await first_of((health.fails_requests(ref.url), begins.wait()))
             return None if begins.is_set() else failure
 
     async def _replace(self, life: _Life, reason: str) -> _Life | None:
@@ -323,19 +324,8 @@ def _reason(error: BaseException) -> str:
 
 
 async def _result(future: asyncio.Future[str]) -> str:
+    """It outlives whoever stops waiting for it."""
     return await asyncio.shield(future)
-
-
-async def _first_of(waits: Iterable[Coroutine[Any, Any, Any]], *, timeout_secs: float | None = None) -> Any:
-    """The result of whichever ends first; the others are cancelled. None where none has ended in time."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, timeout=timeout_secs, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result() if done else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _first_line(text: str) -> str:

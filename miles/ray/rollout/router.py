@@ -18,6 +18,7 @@ import aiohttp
 from miles.backends.sglang_utils.flags import router_command_flags
 from miles.ray.rollout.server_start import START_ATTEMPTS, Launched, start_server
 from miles.ray.silence import DEFAULT_LIMIT_SECS, Silence
+from miles.ray.waits import first_of
 from miles.utils.heartbeat import is_of_who_asks
 from miles.utils.http_utils import HttpRequestError, find_available_port, get_host_info, wait_http_ok
 from miles.utils.network import url_host
@@ -136,20 +137,11 @@ class Router(RouterClient):
         """Never returns; raises ProcessDied when the router dies, or lives and does not answer."""
         assert self._process is not None, "watch follows start"
         limit_secs = getattr(self._args, "heartbeat_timeout_secs", DEFAULT_LIMIT_SECS)
-        died = asyncio.ensure_future(self._process.wait_died())
-        silent = asyncio.ensure_future(self.wait_silent(limit_secs))
-        try:
-            await asyncio.wait({died, silent}, return_when=asyncio.FIRST_COMPLETED)
-            if died.done():
-                raise died.result()
-            await silent
-            raise self._process.silence(
-                f"has not answered at {self.url} for {limit_secs:g} s (--heartbeat-timeout-secs)"
-            )
-        finally:
-            died.cancel()
-            silent.cancel()
-            await asyncio.gather(died, silent, return_exceptions=True)
+        raise await first_of((self._process.wait_died(), self._silence_of(self._process, limit_secs)))
+
+    async def _silence_of(self, process: ChildProcess, limit_secs: float) -> ProcessDied:
+        await self.wait_silent(limit_secs)
+        return process.silence(f"has not answered at {self.url} for {limit_secs:g} s (--heartbeat-timeout-secs)")
 
     async def stop(self) -> None:
         if self._process is not None:
